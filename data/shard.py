@@ -1,0 +1,138 @@
+"""One shard of a feature store: rows laid end to end in one safetensors file, facts beside it.
+
+R rows, N tokens and P predicting positions of all rows together, A aux width, H hidden size.
+
+========== ============ ==========================================================================
+tensor     shape        meaning
+========== ============ ==========================================================================
+tokens     int32 [N]    the rows, one after the other, never padded
+reply      int16 [N]    n ≥ 1 inside the n-th assistant reply of its row, 0 elsewhere
+offsets    int64 [R+1]  row r is tokens[offsets[r]:offsets[r+1]]
+aux        [N, A]       auxiliary states low→mid→high, in the store's dtype; absent when none asked
+last       [P, H]       the last state after the final norm, in the store's dtype
+predicting int64 [R+1]  row r owns last[predicting[r]:predicting[r+1]], in order of position
+argmax     int32 [P]    the target's own choice for the next token, over the whole vocabulary
+logprob    float32 [P]  log-probability of that choice
+lognorm    float32 [P]  logsumexp of the target's logits
+========== ============ ==========================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from spectrain.core.batch import predicting
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tokenised conversation.
+
+    tokens int32 [T], reply int16 [T] as in the table above; id: content hash; temperature: what the
+    reply was sampled at (None: not known); finish: "stop", "length" or None; truncated: cut at the
+    maximum length.
+    """
+
+    id: str
+    split: str
+    tokens: Tensor
+    reply: Tensor
+    domain: str | None = None
+    temperature: float | None = None
+    finish: str | None = None
+    truncated: bool = False
+
+    @property
+    def supervised(self) -> int:
+        """Tokens inside a reply."""
+        return int((self.reply > 0).sum())
+
+
+@dataclass(frozen=True)
+class RowInfo:
+    """What the store knows about a row without touching its tensors; lengths in tokens."""
+
+    id: str
+    split: str
+    domain: str | None
+    temperature: float | None
+    finish: str | None
+    truncated: bool
+    length: int
+    supervised: int
+    index: int
+
+    @classmethod
+    def of(cls, row: Row, index: int) -> RowInfo:
+        return cls(
+            id=row.id,
+            split=row.split,
+            domain=row.domain,
+            temperature=row.temperature,
+            finish=row.finish,
+            truncated=row.truncated,
+            length=len(row.tokens),
+            supervised=row.supervised,
+            index=index,
+        )
+
+    def as_facts(self) -> dict:
+        """For the facts file of a shard; the index is given by the order of the shards."""
+        facts = asdict(self)
+        del facts["index"]
+        return facts
+
+
+@dataclass(frozen=True)
+class States:
+    """What the target says about one row: aux [T, A] or None; the others on predicting rows only:
+    last [p, H], argmax int32 [p], logprob float32 [p], lognorm float32 [p]."""
+
+    aux: Tensor | None
+    last: Tensor
+    argmax: Tensor
+    logprob: Tensor
+    lognorm: Tensor
+
+
+def lay_out(rows: list[tuple[Row, States]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a shard, in the order of `rows` (one or more); features in `dtype`."""
+    for row, states in rows:
+        expected = int(predicting(row.reply).sum())
+        assert len(states.last) == len(states.argmax) == expected, "one state per predicting row"
+        assert states.aux is None or len(states.aux) == len(row.tokens), "one aux state per token"
+    tensors = {
+        "tokens": torch.cat([row.tokens for row, _ in rows]).to(torch.int32),
+        "reply": torch.cat([row.reply for row, _ in rows]).to(torch.int16),
+        "offsets": _offsets([len(row.tokens) for row, _ in rows]),
+        "predicting": _offsets([len(states.last) for _, states in rows]),
+        "last": torch.cat([states.last for _, states in rows]).to(dtype),
+        "argmax": torch.cat([states.argmax for _, states in rows]).to(torch.int32),
+        "logprob": torch.cat([states.logprob for _, states in rows]).float(),
+        "lognorm": torch.cat([states.lognorm for _, states in rows]).float(),
+    }
+    if rows[0][1].aux is not None:
+        tensors["aux"] = torch.cat([states.aux for _, states in rows]).to(dtype)
+    return tensors
+
+
+def bytes_needed(rows: list[Row], hidden: int, aux_width: int, dtype: torch.dtype) -> int:
+    """Bytes on disk that these rows will take, headers and facts estimated generously."""
+    tokens = sum(len(row.tokens) for row in rows)
+    supervised = sum(row.supervised for row in rows)
+    size = dtype.itemsize
+    return (
+        tokens * (aux_width * size + 4 + 2)
+        + supervised * (hidden * size + 12)
+        + len(rows) * 300
+        + 4096
+    )
+
+
+def _offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)

@@ -1,0 +1,212 @@
+"""The feature store, write side: shards appear whole or not at all, and a rerun goes on.
+
+Nothing that differs between two runs of the same work (times, paths, process ids) is written, so
+that an interrupted and repeated preparation equals an uninterrupted one byte for byte.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from spectrain.core.errors import SpectrainError
+from spectrain.core.files import (
+    atomic_write,
+    disk_errors,
+    read_json,
+    require_free,
+    sha256_file,
+    write_json,
+)
+from spectrain.data.shard import DTYPES, Row, RowInfo, States, lay_out
+from spectrain.data.store import FORMAT, MANIFEST, fingerprint_of, read_manifest, shard_name
+
+REPLIES = "replies"
+
+
+class StoreWriter:
+    """Writes one store. Use `StoreWriter.claim`, which keeps other processes out."""
+
+    def __init__(self, path: Path, settings: dict) -> None:
+        self.path, self.settings = path, settings
+        self.fingerprint = fingerprint_of(settings)
+        self.dtype: torch.dtype = DTYPES[settings["dtype"]]
+        manifest = read_manifest(path) or {"complete": False, "shards": []}
+        self.complete: bool = manifest["complete"]  # by an earlier run
+        self._known = {shard["facts"]: shard["facts_sha256"] for shard in manifest["shards"]}
+
+    @classmethod
+    @contextmanager
+    def claim(
+        cls, path: str | Path, settings: dict, overwrite: bool = False
+    ) -> Iterator[StoreWriter]:
+        """Begin or continue the store at `path`. `settings` (JSON values; "dtype" and "target"
+        among them) are everything that shapes its content.
+
+        Raises SpectrainError when the folder holds a store made with other settings (unless
+        `overwrite`), something that is not a store, or another process that prepares it.
+        """
+        path = Path(path)
+        settings = json.loads(json.dumps(settings))  # as the manifest will give it back
+        with disk_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+        with _only_process(path):
+            _clear(path, settings, overwrite)
+            writer = cls(path, settings)
+            if not writer.complete:
+                writer._write_manifest(complete=False, shards=[], counts={})
+            yield writer
+
+    def shard(self, number: int, key: str) -> dict | None:
+        """The facts of a finished shard; None when it has to be captured (again): it is absent,
+        damaged, or not made from the rows that `key` stands for."""
+        facts_file, tensors_file = self._files(number)
+        if not facts_file.is_file() or not tensors_file.is_file():
+            return None
+        known = self._known.get(facts_file.name)
+        if known is not None and sha256_file(facts_file) != known:
+            return None
+        facts = read_json(facts_file)
+        if facts["key"] != key or sha256_file(tensors_file) != facts["sha256"]:
+            return None
+        return facts
+
+    def write_shard(
+        self,
+        number: int,
+        key: str,
+        rows: list[tuple[Row, States]],
+        dropped: dict[str, int] | None = None,
+    ) -> dict:
+        """Write a shard and return its facts. `rows` may be empty, when all were dropped; `dropped`
+        counts those by reason. Raises RunFailed on a full disk; nothing is left half written."""
+        data = _serialise(lay_out(rows, self.dtype)) if rows else _serialise({})
+        facts_file, tensors_file = self._files(number)
+        facts = {
+            "key": key,
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "bytes": len(data),
+            "dropped": dropped or {},
+            "rows": [RowInfo.of(row, 0).as_facts() for row, _ in rows],
+        }
+        atomic_write(tensors_file, data)
+        # Written last: a shard is finished when its facts exist and agree.
+        write_json(facts_file, facts)
+        return facts
+
+    def finish(self, shards: int, counts: dict | None = None) -> dict:
+        """Mark the store complete with its first `shards` shards; returns the manifest."""
+        records = []
+        for number in range(shards):
+            facts_file, tensors_file = self._files(number)
+            facts = read_json(facts_file)
+            records.append(
+                {
+                    "file": tensors_file.name,
+                    "sha256": facts["sha256"],
+                    "bytes": facts["bytes"],
+                    "facts": facts_file.name,
+                    "facts_sha256": sha256_file(facts_file),
+                    "rows": len(facts["rows"]),
+                }
+            )
+        for stale in set(self.path.glob("shard-*")) - {
+            f for n in range(shards) for f in self._files(n)
+        }:
+            stale.unlink()
+        self._write_manifest(complete=True, shards=records, counts=counts or {})
+        return read_manifest(self.path)
+
+    def require_space(self, size: int) -> None:
+        """Raise RunFailed unless `size` bytes are free where the store lies."""
+        require_free(self.path, size)
+
+    def _write_manifest(self, *, complete: bool, shards: list[dict], counts: dict) -> None:
+        manifest = {
+            "format": FORMAT,
+            "complete": complete,
+            "fingerprint": self.fingerprint,
+            "settings": self.settings,
+            "counts": counts,
+            "shards": shards,
+        }
+        write_json(self.path / MANIFEST, manifest)
+
+    def _files(self, number: int) -> tuple[Path, Path]:
+        stem = self.path / shard_name(number)
+        return stem.with_suffix(".json"), stem.with_suffix(".safetensors")
+
+
+def _serialise(tensors: dict[str, Tensor]) -> bytes:
+    return safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+@contextmanager
+def _only_process(path: Path) -> Iterator[None]:
+    """Hold the folder; the kernel lets go of the lock even when the process is killed."""
+    with disk_errors(path), open(path / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SpectrainError(
+                "another process is preparing this store",
+                where=str(path),
+                fix="wait for it or choose another --store",
+            ) from None
+        yield
+
+
+def _clear(path: Path, settings: dict, overwrite: bool) -> None:
+    """Refuse what is not ours to continue; remove what a killed run left, or all on overwrite."""
+    content = [found for found in path.iterdir() if found.name != ".lock"]
+    leftovers = [found for found in content if found.name.endswith(".tmp")]
+    if set(content) - set(leftovers) and not (path / MANIFEST).is_file():
+        raise SpectrainError(
+            "the folder is not empty and holds no feature store",
+            where=str(path),
+            fix="choose an empty or new folder for --store",
+        )
+    if overwrite:
+        # Replies stay: they are keyed by what shaped them, and cost most to make.
+        # The manifest goes last: without it a half cleared folder would not be known as a store.
+        for found in [*path.glob("shard-*"), path / MANIFEST]:
+            found.unlink(missing_ok=True)
+    elif (manifest := read_manifest(path)) is not None:
+        _require_same(manifest["settings"], settings, path)
+    for found in leftovers + list(path.glob(f"{REPLIES}/.*.tmp")):
+        if found.is_dir():
+            shutil.rmtree(found)
+        else:
+            found.unlink()
+
+
+def _require_same(old: dict, new: dict, path: Path) -> None:
+    before, now = _flat(old), _flat(new)
+    for key in sorted(set(before) | set(now)):
+        if before.get(key) != now.get(key):
+            raise SpectrainError(
+                f"the store was prepared with {key} = {before.get(key)!r}, "
+                f"now it is {now.get(key)!r}",
+                where=str(path),
+                fix="choose another --store, or --overwrite it",
+            )
+
+
+def _flat(settings: dict, prefix: str = "") -> dict:
+    """{"a": {"b": 1}} → {"a.b": 1}"""
+    result = {}
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            result |= _flat(value, f"{prefix}{key}.")
+        else:
+            result[prefix + key] = value
+    return result
