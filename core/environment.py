@@ -1,0 +1,74 @@
+"""The process's surroundings: settings that must precede torch, and facts for reports."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+# Set before torch is imported, unless the user has set them.
+DEFAULTS = {
+    # GNU OpenMP threads spin while they wait; beside any other process on the machine that can
+    # make a small two-thread operation a hundred times slower.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # Tokenizers' own threads fight with torch's, and it warns about every fork.
+    "TOKENIZERS_PARALLELISM": "false",
+    # Only errors: load reports and advice of transformers would bury our own lines.
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    # Unreachable hub: say so once, after seconds; not five warnings and a minute later.
+    "HF_HUB_VERBOSITY": "error",
+    "HF_HUB_ETAG_TIMEOUT": "5",
+}
+
+
+def settle() -> None:
+    """Set the DEFAULTS that the user has not set. No effect on a torch that is already imported."""
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
+def cpu_model() -> str:
+    """The processor's name as the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def cpu_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def describe(device: Any = "cpu") -> dict[str, Any]:
+    """The machine and libraries that a measurement was made with; `device` is torch's."""
+    import torch
+
+    device = torch.device(device)
+    on_cuda = device.type == "cuda"
+    return {
+        "cpu": cpu_model(),
+        "cores": cpu_cores(),
+        "threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+        "device": torch.cuda.get_device_name(device) if on_cuda else str(device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def peak_rss_mb() -> float:
+    """The most memory this process ever held resident, in MB (10^6 bytes)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
+    return peak * unit / 1e6

@@ -1,0 +1,178 @@
+"""Writing files so that the final name never holds half a file, killed or out of disk."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from spectrain.core.errors import RunFailed, SpectrainError
+
+_CHUNK = 1 << 20  # bytes read at a time when hashing
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+@contextmanager
+def disk_errors(path: str | Path) -> Iterator[None]:
+    """Turn the disk's refusals while working on `path` into one line each.
+
+    Raises RunFailed when the disk is full, SpectrainError when the path cannot be read or written.
+    Every other OSError passes through.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise RunFailed(
+                "disk full", where=str(path), fix="free some space and run the same command again"
+            ) from error
+        if error.errno in _FORBIDDEN:
+            raise SpectrainError(
+                f"not allowed to use this path ({error.strerror})",
+                where=str(error.filename or path),
+                fix="choose another path or change its permissions",
+            ) from error
+        if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
+            raise SpectrainError(
+                f"a file and a folder are in each other's way ({error.strerror})",
+                where=str(error.filename or path),
+                fix="choose another path",
+            ) from error
+        raise
+
+
+def _sibling(path: Path) -> Path:
+    """A free name beside `path`: on the same file system, so that the rename is atomic."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename inside `folder` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def atomic_write(path: str | Path, data: bytes | str) -> None:
+    """Write `data` (text as UTF-8) so that `path` holds the old or the new content, never a part.
+
+    Missing parent folders are made. Raises RunFailed on a full disk, SpectrainError on a path that
+    cannot be written.
+    """
+    path = Path(path)
+    temporary = _sibling(path)
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """Yield an empty temporary sibling of `path`; on success it takes the place of `path`.
+
+    An exception inside removes the temporary folder and leaves `path` as it was. A folder already
+    at `path` is replaced as a whole, files the new one lacks included.
+    """
+    path = Path(path)
+    temporary = _sibling(path)
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.mkdir()
+            yield temporary
+            _sync_tree(temporary)
+            _replace_folder(temporary, path)
+            _sync_folder(path.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync_tree(folder: Path) -> None:
+    for found in sorted(folder.rglob("*")):
+        if found.is_file():
+            with open(found, "rb") as file:
+                os.fsync(file.fileno())
+
+
+def _replace_folder(new: Path, path: Path) -> None:
+    """Rename `new` to `path`; an old folder goes aside first, for it cannot be overwritten."""
+    if not path.is_dir():
+        os.rename(new, path)
+        return
+    old = _sibling(path)
+    os.rename(path, old)
+    try:
+        os.rename(new, path)
+    except OSError:
+        os.rename(old, path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sha256_file(path: str | Path) -> str:
+    """The SHA-256 of a file's bytes in hex."""
+    digest = hashlib.sha256()
+    with disk_errors(path), open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def require_free(path: str | Path, size: int) -> None:
+    """Raise RunFailed unless the disk that holds (or will hold) `path` has `size` bytes free."""
+    existing = Path(path).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < size:
+        raise RunFailed(
+            f"{size / 1e6:,.0f} MB needed, {free / 1e6:,.0f} MB free on the disk",
+            where=str(path),
+            fix="free some space or choose another path",
+        )
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write `value` atomically as indented JSON; NaN and infinity are refused with ValueError."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    atomic_write(path, text + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """The value in a JSON file. Raises SpectrainError when it is missing or is not JSON."""
+    try:
+        with disk_errors(path):
+            text = Path(path).read_text(encoding="utf-8")
+        return json.loads(text)
+    except FileNotFoundError:
+        raise SpectrainError("no such file", where=str(path), fix="check the path") from None
+    except json.JSONDecodeError as error:
+        raise SpectrainError(
+            f"not valid JSON ({error.msg})",
+            where=f"{path}:{error.lineno}",
+            fix="repair the file, or remove it and make it again",
+        ) from None
+    except UnicodeDecodeError:
+        raise SpectrainError(
+            "not valid JSON (not UTF-8 text)",
+            where=str(path),
+            fix="repair the file, or remove it and make it again",
+        ) from None

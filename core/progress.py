@@ -1,0 +1,147 @@
+"""Progress of long stages: a bar with rate and time left on a terminal, plain lines elsewhere.
+
+Everything goes to stderr, so that stdout stays free for results. `SPECTRAIN_QUIET=1` silences it,
+and in a run of several processes only rank 0 speaks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+T = TypeVar("T")
+
+PLAIN_EVERY_SECONDS = 10.0
+
+
+class Bar:
+    """What `progress` yields. `update(n, loss=1.23)` counts n units and shows the named values."""
+
+    def __init__(self, label: str, total: float | None, unit: str, done: float = 0) -> None:
+        self.label, self.total, self.unit, self.done = label, total, unit, done
+        self.shown: dict[str, Any] = {}
+        self._first, self._start = done, time.monotonic()
+
+    def update(self, n: float = 1, **shown: Any) -> None:
+        """Count `n` more units; `shown` values replace the earlier ones of the same name."""
+        self.done += n
+        self.shown.update(shown)
+
+    def finish(self) -> None:
+        """Called once at the end, also after an error."""
+
+    def rate(self) -> float:
+        """Units per second of this run; units done before it (a resumed run) do not count."""
+        return (self.done - self._first) / max(time.monotonic() - self._start, 1e-9)
+
+    def details(self) -> str:
+        """Rate and the shown values as one short text."""
+        values = [f"{self.rate():.3g} {self.unit}/s"]
+        values += [f"{name} {_short(value)}" for name, value in self.shown.items()]
+        return "  ".join(values)
+
+
+class _RichBar(Bar):
+    def __init__(self, *args: Any, console: Console) -> None:
+        super().__init__(*args)
+        # a narrow bar leaves room for the values at 80 columns
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=18),
+            TaskProgressColumn(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            TextColumn("{task.fields[details]}", markup=False),
+            console=console,
+        )
+        self._task = self._progress.add_task(
+            self.label, total=self.total, completed=self.done, details=""
+        )
+        self._progress.start()
+
+    def update(self, n: float = 1, **shown: Any) -> None:
+        super().update(n, **shown)
+        self._progress.update(self._task, completed=self.done, details=self.details())
+
+    def finish(self) -> None:
+        self._progress.stop()
+
+
+class _PlainBar(Bar):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._spoke = self._start
+
+    def update(self, n: float = 1, **shown: Any) -> None:
+        super().update(n, **shown)
+        if time.monotonic() - self._spoke >= PLAIN_EVERY_SECONDS:
+            self._speak(self._left())
+
+    def finish(self) -> None:
+        self._speak(f"in {_clock(time.monotonic() - self._start)}")
+
+    def _left(self) -> str:
+        rate = self.rate()
+        if self.total is None or rate <= 0:
+            return ""
+        return f"{_clock(max(self.total - self.done, 0) / rate)} left"
+
+    def _speak(self, time_text: str) -> None:
+        self._spoke = time.monotonic()
+        count = f"{self.done:g}" if self.total is None else f"{self.done:g}/{self.total:g}"
+        parts = [f"{self.label}: {count} {self.unit}", time_text, self.details()]
+        print("  ".join(part for part in parts if part), file=sys.stderr, flush=True)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _silent() -> bool:
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+    return os.environ.get("SPECTRAIN_QUIET", "") not in ("", "0") or rank != "0"
+
+
+@contextmanager
+def progress(
+    total: float | None = None, label: str = "", unit: str = "items", done: float = 0
+) -> Iterator[Bar]:
+    """A bar to move by hand: `with progress(100, "train", "steps") as bar: bar.update(1, loss=x)`.
+
+    total: units of the whole stage, None when unknown; done: units finished by an earlier run.
+    """
+    console = Console(stderr=True)
+    if _silent():
+        bar = Bar(label, total, unit, done)
+    elif console.is_terminal:
+        bar = _RichBar(label, total, unit, done, console=console)
+    else:
+        bar = _PlainBar(label, total, unit, done)
+    try:
+        yield bar
+    finally:
+        bar.finish()
+
+
+def track(
+    iterable: Iterable[T], total: float | None = None, label: str = "", unit: str = "items"
+) -> Iterator[T]:
+    """Yield from `iterable` and count each item when the caller has finished with it."""
+    if total is None and hasattr(iterable, "__len__"):
+        total = len(iterable)
+    with progress(total, label, unit) as bar:
+        for item in iterable:
+            yield item
+            bar.update()
