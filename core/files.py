@@ -66,16 +66,23 @@ def _sync_folder(folder: Path) -> None:
 def atomic_write(path: str | Path, data: bytes | str) -> None:
     """Write `data` (text as UTF-8) so that `path` holds the old or the new content, never a part.
 
-    Missing parent folders are made. Raises RunFailed on a full disk, SpectrainError on a path that
-    cannot be written.
+    Missing parent folders are made, a link keeps pointing where it does, and a device or pipe is
+    simply written to. Raises RunFailed on a full disk, SpectrainError on a path that cannot be
+    written.
     """
+    content = data.encode() if isinstance(data, str) else data
     path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with disk_errors(path):
+            path.write_bytes(content)
+        return
+    path = path.resolve()
     temporary = _sibling(path)
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(temporary, "wb") as file:
-                file.write(data.encode() if isinstance(data, str) else data)
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
