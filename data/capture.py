@@ -1,0 +1,135 @@
+"""Features of the target for tokenised rows: one forward for each batch of rows of similar length.
+
+B batch, T padded length, P predicting positions of the batch, H hidden, A aux width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spectrain.core.batch import predicting
+from spectrain.core.errors import SpectrainError
+from spectrain.core.target import Target
+from spectrain.data.shard import Row, States
+
+# Rows of logits that exist at one time: 256 × 49152 in float32 are 50 MB.
+LOGIT_ROWS = 256
+# Tokens that are also sent through the stock model to compare its logits with ours.
+CHECKED_TOKENS = 64
+# Largest gap allowed, as a share of the largest logit: two routes through one model.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The states of a row, or the reason why there are none."""
+
+    row: Row
+    states: States | None
+    reason: str | None = None
+
+
+def batches(rows: list[Row], batch_tokens: int) -> list[list[int]]:
+    """Places of rows grouped by length, at most `batch_tokens` padded tokens each (or one row)."""
+    order = sorted(range(len(rows)), key=lambda place: (len(rows[place].tokens), place))
+    result: list[list[int]] = []
+    for place in order:
+        # Lengths ascend, so this row would be the longest of the group.
+        if result and (len(result[-1]) + 1) * len(rows[place].tokens) <= batch_tokens:
+            result[-1].append(place)
+        else:
+            result.append([place])
+    return result
+
+
+@torch.inference_mode()
+def capture(
+    target: Target,
+    rows: list[Row],
+    aux_layers: tuple[int, ...],
+    dtype: torch.dtype,
+    batch_tokens: int,
+) -> Iterator[tuple[int, Captured]]:
+    """Yield (place in `rows`, states in `dtype` on the CPU) batch by batch, shortest rows first.
+
+    A row for which the target returned too few states, or states that are not finite in `dtype`,
+    comes back with the reason. The result depends on `rows` and `batch_tokens` alone.
+    """
+    for places in batches(rows, batch_tokens):
+        group = [rows[place] for place in places]
+        tokens, reply = _padded(group)
+        features = target.forward(tokens.to(target.device), aux_layers=aux_layers)
+        read = features.last.shape[1]
+        where = predicting(reply)[:, :read]
+        last = features.last[where.to(target.device)]
+        argmax, logprob, lognorm = _teacher(target, last)
+        last = last.to(dtype).cpu()
+        aux = None if features.aux is None else features.aux.to(dtype).cpu()
+        ends = where.sum(1).cumsum(0).tolist()
+        for number, place in enumerate(places):
+            row = group[number]
+            part = slice(ends[number - 1] if number else 0, ends[number])
+            states = States(
+                aux=None if aux is None else aux[number, : len(row.tokens)],
+                last=last[part],
+                argmax=argmax[part],
+                logprob=logprob[part],
+                lognorm=lognorm[part],
+            )
+            reason = _fault(states, len(row.tokens), read)
+            yield place, Captured(row, None if reason else states, reason)
+
+
+@torch.inference_mode()
+def check_logits(target: Target, row: Row) -> None:
+    """Refuse a target whose last state is not what its output layer reads (a state taken before the
+    final norm trains without complaint and drafts nonsense): lm_head(last) must be its logits."""
+    tokens = row.tokens[None, :CHECKED_TOKENS].long().to(target.device)
+    ours = target.logits(target.forward(tokens).last).float()
+    stock = target.model(input_ids=tokens, use_cache=False).logits.float()
+    gap = (ours - stock).abs().max().item()
+    size = stock.abs().max().item()
+    if not gap <= TOLERANCE[target.dtype] * max(size, 1e-6):
+        raise SpectrainError(
+            f"lm_head(last state) differs from the model's own logits by {gap:.3g} "
+            f"(largest logit {size:.3g})",
+            where=f"target {target.name}",
+            fix="its features would be wrong, this architecture is not supported",
+        )
+
+
+def _padded(rows: list[Row]) -> tuple[Tensor, Tensor]:
+    """tokens and reply, int64 [B, T], padded on the right, where a causal model never looks."""
+    longest = max(len(row.tokens) for row in rows)
+    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+    reply = torch.zeros_like(tokens)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row.tokens)] = row.tokens
+        reply[number, : len(row.reply)] = row.reply
+    return tokens, reply
+
+
+def _teacher(target: Target, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """last [P, H] → argmax int32 [P], its log-probability and the log-normaliser, float32 [P]."""
+    chosen, best, norms = [], [], []
+    for part in last.split(LOGIT_ROWS):
+        logits = target.logits(part).float()
+        value, index = logits.max(-1)
+        norm = logits.logsumexp(-1)
+        chosen.append(index.to(torch.int32))
+        best.append(value - norm)
+        norms.append(norm)
+    return tuple(torch.cat(parts).cpu() for parts in (chosen, best, norms))
+
+
+def _fault(states: States, length: int, read: int) -> str | None:
+    if read < length or (states.aux is not None and len(states.aux) < length):
+        return "fewer-states-than-tokens"
+    parts = [states.last, states.lognorm] + ([] if states.aux is None else [states.aux])
+    if not all(bool(torch.isfinite(part).all()) for part in parts):
+        return "states-not-finite"
+    return None
