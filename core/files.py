@@ -157,6 +157,21 @@ def require_free(path: str | Path, size: int) -> None:
         )
 
 
+def require_writable(path: str | Path) -> None:
+    """Raise SpectrainError unless a file can be written at `path`, its missing folders made."""
+    path = Path(path)
+    if path.is_dir():
+        raise SpectrainError("this is a folder", where=str(path), fix="name a file")
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    inside_file = existing.is_file() and existing != path.absolute()
+    if inside_file or not os.access(existing, os.W_OK):
+        raise SpectrainError(
+            "cannot be written", where=str(path), fix="choose another path or its permissions"
+        )
+
+
 def write_json(path: str | Path, value: Any) -> None:
     """Write `value` atomically as indented JSON; NaN and infinity are refused with ValueError."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)

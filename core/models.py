@@ -1,4 +1,4 @@
-"""Names of targets: embedded ones, local folders and hub ids; and one line when one cannot be had."""
+"""Names of targets: embedded ones, local folders, hub ids; one line when one cannot be had."""
 
 from __future__ import annotations
 
@@ -43,8 +43,22 @@ def resolve(name: str) -> str:
     return name
 
 
+def fetch(name: str) -> str:
+    """Put an embedded target into the cache and return its folder.
+
+    Raises SpectrainError for any other name: hub models are fetched when they are first used.
+    """
+    if name not in EMBEDDED:
+        raise SpectrainError(
+            f"no embedded target {name!r}{nearest(name, EMBEDDED)}",
+            where="--fetch",
+            fix=f"give one of: {', '.join(EMBEDDED)} (hub models are fetched when first used)",
+        )
+    return resolve(name)
+
+
 def list_targets() -> list[dict[str, Any]]:
-    """What can be had without a network: rows of name, title, cached (bool) and folder (or None)."""
+    """The embedded targets and the hub cache: rows of name, title, cached (bool) and folder."""
     rows = [
         {
             "name": model.name,

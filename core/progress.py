@@ -109,9 +109,13 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def main_process() -> bool:
+    """Whether this is rank 0, the one that speaks; true outside a launcher."""
+    return (os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0") == "0"
+
+
 def _silent() -> bool:
-    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
-    return os.environ.get("SPECTRAIN_QUIET", "") not in ("", "0") or rank != "0"
+    return os.environ.get("SPECTRAIN_QUIET", "") not in ("", "0") or not main_process()
 
 
 @contextmanager

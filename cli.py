@@ -1,0 +1,301 @@
+"""The `spectrain` command: parse, call one recipe, print. No torch before a command runs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Any
+
+import typer
+
+import spectrain
+from spectrain.core import environment
+from spectrain.core.failures import one_line_errors
+
+app = typer.Typer(
+    name="spectrain",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain text: the same on every terminal and in a pipe
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+)
+
+# One word for one thing: every command takes its options from here.
+Target = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Target model: smollm2-135m, a model folder or a hub id."),
+]
+Store = Annotated[
+    str | None, typer.Option(metavar="FOLDER", help="Feature store folder, made by prepare.")
+]
+Head = Annotated[
+    str | None, typer.Option(metavar="FOLDER", help="Trained head: the folder train-eagle wrote.")
+]
+Out = Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder to write to.")]
+Prompts = Annotated[
+    str | None, typer.Option(metavar="FILE", help="JSONL file, one conversation a line.")
+]
+Temperatures = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NUMBER", help="Sampling temperature, 0 = greedy; repeat it or separate by commas."
+    ),
+]
+Temperature = Annotated[float | None, typer.Option(help="Sampling temperature, 0 = greedy.")]
+MaxNewTokens = Annotated[int | None, typer.Option(help="Longest reply, in tokens.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of everything random.")]
+ConfigFile = Annotated[
+    str | None,
+    typer.Option("--config", metavar="FILE", help="YAML file, or the name of a shipped one."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any other setting; may be repeated."),
+]
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the report to this JSON file.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Train draft heads for speculative decoding, and prove what they are worth.
+
+    \b
+    The usual way, each command reading what the one before it wrote:
+      spectrain prepare --prompts prompts.jsonl --out runs/store
+      spectrain train-eagle --store runs/store --out runs/head
+      spectrain eval-alpha --store runs/store --head runs/head
+      spectrain generate --head runs/head --prompt "Why is the sky blue?"
+    """
+    if version:
+        typer.echo(spectrain.__version__)
+        raise typer.Exit
+
+
+@app.command()
+def prepare(
+    target: Target = None,
+    prompts: Prompts = None,
+    out: Out = None,
+    temperature: Temperatures = None,
+    max_new_tokens: MaxNewTokens = None,
+    heldout: Annotated[
+        float | None, typer.Option(help="Share of conversations kept for eval-alpha, 0 to 1.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only the first N conversations.")] = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Let the target answer the prompts and store its features.
+
+    \b
+    Example:
+      spectrain prepare --prompts prompts.jsonl --out runs/store --limit 50
+    """
+    flags = {
+        "target": target,
+        "prompts": prompts,
+        "out": out,
+        "temperature": _split(temperature),
+        "max_new_tokens": max_new_tokens,
+        "heldout": heldout,
+        "limit": limit,
+        "seed": seed,
+    }
+    _run("prepare", "prepare", "PrepareConfig", config, set_, flags, json)
+
+
+@app.command()
+def train_eagle(
+    target: Target = None,
+    store: Store = None,
+    out: Out = None,
+    version: Annotated[int | None, typer.Option(help="Which EAGLE to train (3).")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows in each step.")] = None,
+    tracker: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Metrics also go to: wandb or tensorboard.")
+    ] = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Train an EAGLE head on a feature store.
+
+    \b
+    Examples:
+      spectrain train-eagle --store runs/store --out runs/head --steps 400
+      accelerate launch --num_processes 2 --cpu -m spectrain \\
+          train-eagle --store runs/store --out runs/head
+    """
+    flags = {
+        "target": target,
+        "store": store,
+        "out": out,
+        "version": version,
+        "steps": steps,
+        "lr": lr,
+        "batch_size": batch_size,
+        "tracker": tracker,
+        "seed": seed,
+    }
+    _run("train", "train", "TrainConfig", config, set_, flags, json)
+
+
+@app.command()
+def eval_alpha(
+    target: Target = None,
+    store: Store = None,
+    head: Head = None,
+    out: Out = None,
+    temperature: Temperatures = None,
+    max_draft: Annotated[
+        int | None, typer.Option(help="Draft positions to measure, from the first.")
+    ] = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Measure acceptance on the held-out conversations of a store.
+
+    \b
+    Example:
+      spectrain eval-alpha --store runs/store --head runs/head \\
+          --temperature 0,1 --json alpha.json
+    """
+    flags = {
+        "target": target,
+        "store": store,
+        "head": head,
+        "out": out,
+        "temperature": _split(temperature),
+        "max_draft": max_draft,
+        "seed": seed,
+    }
+    _run("evaluate", "eval", "EvalConfig", config, set_, flags, json)
+
+
+@app.command()
+def generate(
+    target: Target = None,
+    head: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Trained head; without one, plain decoding."),
+    ] = None,
+    prompts: Prompts = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="One prompt, as text.")] = None,
+    out: Out = None,
+    temperature: Temperature = None,
+    max_new_tokens: MaxNewTokens = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option(help="Tokens drafted before each check by the target.")
+    ] = None,
+    compare: Annotated[
+        bool | None,
+        typer.Option("--compare", help="Also decode without the head; compare speed and tokens."),
+    ] = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Write replies, faster with a head.
+
+    \b
+    Examples:
+      spectrain generate --prompt "Why is the sky blue?"
+      spectrain generate --head runs/head --prompts prompts.jsonl --compare
+    """
+    flags = {
+        "target": target,
+        "head": head,
+        "prompts": prompts,
+        "prompt": prompt,
+        "out": out,
+        "temperature": temperature,
+        "max_new_tokens": max_new_tokens,
+        "draft_tokens": draft_tokens,
+        "compare": compare,
+        "seed": seed,
+    }
+    _run("generate", "generate", "GenerateConfig", config, set_, flags, json)
+
+
+@app.command()
+def targets(
+    fetch: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Fetch and convert this one now.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """List the targets at hand, or fetch the embedded one.
+
+    \b
+    Examples:
+      spectrain targets
+      spectrain targets --fetch smollm2-135m
+    """
+    with one_line_errors():
+        from spectrain.core import models
+
+        if fetch is not None:
+            models.fetch(fetch)
+        _finish({"targets": models.list_targets()}, json)
+
+
+def _run(
+    recipe: str,
+    verb: str,
+    config_class: str,
+    file: str | None,
+    overrides: list[str] | None,
+    flags: dict[str, Any],
+    json: str | None,
+) -> None:
+    """Build the configuration, run `spectrain.recipes.<recipe>`, print and write its report."""
+    with one_line_errors():
+        from spectrain.core.config import load_config
+        from spectrain.core.files import require_writable
+
+        if json is not None:
+            require_writable(json)  # now, not after hours of work
+        module = importlib.import_module(f"spectrain.recipes.{recipe}")
+        model = getattr(module, config_class)
+        _finish(module.run(load_config(model, verb, file, overrides or [], flags)), json)
+
+
+def _finish(report: dict[str, Any], json: str | None) -> None:
+    from spectrain.core.files import write_json
+    from spectrain.core.progress import main_process
+    from spectrain.core.show import show
+
+    if not main_process():
+        return
+    typer.echo(show(report))
+    if json is not None:
+        write_json(json, report)
+
+
+def _split(texts: list[str] | None) -> list[str] | None:
+    """`--temperature 0,1 --temperature 0.5` → three texts; the configuration makes them numbers."""
+    if not texts:
+        return None
+    return [part.strip() for text in texts for part in text.split(",")]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    environment.settle()  # before anything imports torch
+    app()
+
+
+if __name__ == "__main__":
+    main()
