@@ -1,0 +1,74 @@
+"""A key/value cache that is allocated once and written in place.
+
+B batch rows, S slots, G kv heads, d head size, n new tokens. Row b has `lengths[b]` committed
+tokens in slots 0 … lengths[b]−1. New tokens go behind them; what is not committed is simply
+overwritten by the next write, so a rejected draft costs nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of every layer; layers are allocated at their first write."""
+
+    def __init__(self, rows: int, slots: int, device: torch.device | str = "cpu") -> None:
+        self.rows, self.slots, self.device = rows, slots, torch.device(device)
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(rows, slots, dtype=torch.int64, device=device)
+        self._row = torch.arange(rows, device=device)[:, None]
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys, values [B, n, G, d] into slots [B, n] of `layer`."""
+        if layer not in self._layers:
+            shape = (self.rows, self.slots, *keys.shape[2:])
+            # Zeros, not empty: a masked slot still enters 0 · value, and NaN · 0 is NaN.
+            self._layers[layer] = (
+                keys.new_zeros(shape),
+                values.new_zeros((self.rows, self.slots, *values.shape[2:])),
+            )
+        stored_keys, stored_values = self._layers[layer]
+        stored_keys[self._row, slots] = keys
+        stored_values[self._row, slots] = values
+
+    def read(self, layer: int, view: int) -> tuple[Tensor, Tensor]:
+        """The first `view` slots of a layer: two views [B, view, G, d]."""
+        keys, values = self._layers[layer]
+        return keys[:, :view], values[:, :view]
+
+    def place(self, slots: Tensor, positions: Tensor) -> None:
+        """Remember which position [B, n] each slot [B, n] holds (sliding windows need it)."""
+        self.positions[self._row, slots] = positions
+
+    def commit(self, counts: Tensor) -> None:
+        """Keep the first counts[b] of the tokens written behind the committed ones of row b."""
+        self.lengths += counts
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop finished sequences: only `rows` [B'] stay, in that order."""
+        self.rows = len(rows)
+        self.lengths = self.lengths[rows]
+        self.positions = self.positions[rows]
+        self._row = torch.arange(self.rows, device=self.device)[:, None]
+        self._layers = {i: (k[rows], v[rows]) for i, (k, v) in self._layers.items()}
+
+
+def visible_slots(lengths: Tensor, count: int, view: int, ancestors: Tensor | None) -> Tensor:
+    """Which slots each of `count` new tokens may see: [B, count, view] bool.
+
+    Every committed slot, and of the uncommitted ones its ancestors and itself. `ancestors`
+    [count, U] or [B, count, U] speaks of the U slots behind the committed ones; None is a chain
+    (U = count, each new token sees the earlier ones).
+    """
+    column = torch.arange(view, device=lengths.device)
+    if ancestors is None:
+        row = torch.arange(count, device=lengths.device)
+        return column <= (lengths[:, None] + row)[..., None]
+    uncommitted = ancestors.shape[-1]
+    offset = (column - lengths[:, None])[:, None]  # [B, 1, view]
+    ancestors = ancestors.expand(lengths.shape[0], count, uncommitted)
+    picked = ancestors.gather(2, offset.clamp(0, uncommitted - 1).expand(-1, count, -1))
+    return (offset < 0) | (picked & (offset >= 0) & (offset < uncommitted))

@@ -1,0 +1,245 @@
+"""The target model behind one adapter: a stock `transformers` model, checked when it is loaded.
+
+B batch, n tokens, H hidden size, A = 3·H, V rows of lm_head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from spectrain.core import attention, models
+from spectrain.core.batch import Features
+from spectrain.core.cache import KVCache, visible_slots
+from spectrain.core.errors import SpectrainError
+from spectrain.core.packing import pack
+from spectrain.core.readout import Readout
+
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+# Two float32 routes through the same model may differ by this much of the largest logit.
+_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+class Target:
+    """A causal language model: features, logits and a cache, the same for every architecture."""
+
+    def __init__(self, model: nn.Module, tokenizer, name: str) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = model.config.get_text_config(decoder=True)
+        self.decoder = model.get_decoder()
+        self.num_layers = len(self.decoder.layers)
+        self.hidden_size = self.config.hidden_size
+        self.device, self.dtype = model.device, model.dtype
+        self.readout = Readout.of(model, self.config, tokenizer)
+        self.vocab_size = self.readout.vocab_size
+        self.max_length = int(self.config.max_position_embeddings)
+        self.stop_ids = _stop_ids(model, tokenizer)
+        self.fingerprint = _fingerprint(model, tokenizer)
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        pack_weights: bool = True,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Target:
+        """Load `name` (the embedded default, a folder or a hub id) and check it.
+
+        dtype "auto": the checkpoint's own on a GPU, float32 on a CPU. pack_weights lays the linear
+        layers out for the CPU kernels (inference only). Raises SpectrainError when the model cannot
+        be had or does not behave as this adapter assumes.
+        """
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        wanted = "auto" if dtype == "auto" and device != "cpu" else _dtype(dtype)
+        source = models.resolve(name)
+        options = {"revision": revision, "trust_remote_code": trust_remote_code}
+        with models.load_errors(name):
+            config = AutoConfig.from_pretrained(source, **options)
+            _refuse_unknown_layers(config.get_text_config(decoder=True), name)
+            tokenizer = AutoTokenizer.from_pretrained(source, **options)
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=wanted, attn_implementation=attention.NAME, **options
+            ).to(device)
+        target = cls(model, tokenizer, name)
+        target.check()
+        if pack_weights and device == "cpu":
+            pack(target.decoder)
+            target.readout.pack()
+        return target
+
+    # ── features and logits ──────────────────────────────────────────────────
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        aux_layers: tuple[int, ...] = (),
+        cache: KVCache | None = None,
+        view: int | None = None,
+        depths: Tensor | None = None,
+        ancestors: Tensor | None = None,
+    ) -> Features:
+        """Read tokens [B, n] and return what the target says at each.
+
+        Without a cache: right-padded rows from position 0. With one: the tokens are written behind
+        the committed prefix of each row (commit them with `cache.commit`). `view` bounds the slots
+        that are looked at (≥ longest prefix + n). A tree gives `depths` [n] or [B, n] (0 for the
+        first level) and `ancestors` [n, n] or [B, n, n]; without them the tokens are a chain.
+        aux_layers: 0-based decoder layers whose outputs are returned side by side.
+        """
+        batch, count = tokens.shape
+        offset = torch.arange(count, device=tokens.device).expand(batch, count)
+        if cache is None:
+            plan = attention.Plan(positions=offset)
+        else:
+            start = cache.lengths[:, None]
+            positions = start + (offset if depths is None else depths)
+            visible = visible_slots(cache.lengths, count, view or cache.slots, ancestors)
+            plan = attention.Plan(positions, cache, start + offset, visible)
+            cache.place(plan.slots, positions)
+        kept: dict[int, Tensor] = {}
+        hooks = [
+            self.decoder.layers[layer].register_forward_hook(_keep(kept, layer))
+            for layer in set(aux_layers)
+        ]
+        try:
+            last = self.decoder(
+                input_ids=tokens,
+                position_ids=plan.positions,
+                # Four-dimensional, so that the library takes it as it is and builds no mask.
+                attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
+                use_cache=False,
+                plan=plan,
+            ).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        aux = torch.cat([kept[layer] for layer in aux_layers], dim=-1) if aux_layers else None
+        return Features(last, aux)
+
+    def logits(self, last: Tensor) -> Tensor:
+        """[..., H] → [..., V], equal to the stock model's logits."""
+        return self.readout.logits(last)
+
+    def new_cache(self, rows: int, slots: int) -> KVCache:
+        return KVCache(rows, slots, self.device)
+
+    def default_aux_layers(self) -> tuple[int, int, int]:
+        """Three distinct layers low→high, as outputs, counted from 0 (EAGLE-3: 1, N/2−1, N−4)."""
+        count = self.num_layers
+        layers = (1, count // 2 - 1, count - 4)
+        if not layers[0] < layers[1] < layers[2]:
+            layers = (0, count // 2, count - 1) if count < 5 else (1, count // 2, count - 2)
+        if not layers[0] < layers[1] < layers[2]:
+            raise SpectrainError(
+                f"the target has {count} layers, EAGLE-3 needs three different ones",
+                where=self.name,
+                fix="use a target with at least 3 layers",
+            )
+        return layers
+
+    # ── the adapter's check of itself ────────────────────────────────────────
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Refuse a model for which our assumptions do not hold; each is tried, none is looked up.
+
+        1. lm_head(last) are the model's logits (pre- or post-norm, soft caps, scales).
+        2. Our attention equals the library's eager one (sinks, caps, windows, biases).
+        3. Reading in two pieces with our cache equals reading at once (recurrent layers fail).
+        """
+        generator = torch.Generator().manual_seed(0)
+        usable = min(self.vocab_size, len(self.tokenizer))
+        tokens = torch.randint(0, usable, (1, 12), generator=generator).to(self.device)
+        features = self.forward(tokens)
+        ours = self.logits(features.last)
+        stock = self.model(input_ids=tokens, use_cache=False).logits
+        self._compare("lm_head(last hidden state) and the model's own logits", ours, stock)
+
+        self.model.set_attn_implementation("eager")
+        eager = self.model(input_ids=tokens, use_cache=False).logits
+        self.model.set_attn_implementation(attention.NAME)
+        self._compare("our attention and the library's eager attention", ours, eager)
+
+        cache = self.new_cache(1, 12)
+        pieces = []
+        for piece in (tokens[:, :7], tokens[:, 7:]):
+            pieces.append(self.forward(piece, cache=cache).last)
+            cache.commit(torch.tensor([piece.shape[1]], device=self.device))
+        self._compare(
+            "reading in two pieces and at once (a state that our cache does not hold)",
+            self.logits(torch.cat(pieces, dim=1)),
+            ours,
+        )
+
+    def _compare(self, what: str, left: Tensor, right: Tensor) -> None:
+        gap = (left.float() - right.float()).abs().max().item()
+        size = right.float().abs().max().item()
+        if not gap <= _CHECK_TOLERANCE[self.dtype] * max(size, 1e-6):
+            raise SpectrainError(
+                f"{what} differ by {gap:.3g} (largest logit {size:.3g})",
+                where=f"target {self.name} ({type(self.model).__name__})",
+                fix="this architecture is not supported",
+            )
+
+
+def _keep(kept: dict[int, Tensor], layer: int):
+    def hook(_module, _inputs, output):
+        kept[layer] = output if isinstance(output, Tensor) else output[0]
+
+    return hook
+
+
+def _dtype(name: str) -> torch.dtype:
+    known = {
+        "auto": torch.float32,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+    if name not in known:
+        raise SpectrainError(f"unknown dtype {name!r}", fix=f"choose one of {', '.join(known)}")
+    return known[name]
+
+
+def _refuse_unknown_layers(config, name: str) -> None:
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
+    if odd:
+        raise SpectrainError(
+            f"the target has {', '.join(odd)} layers, whose state a rejected draft would spoil",
+            where=f"target {name}",
+            fix="use a target with attention layers only",
+        )
+
+
+def _stop_ids(model: nn.Module, tokenizer) -> tuple[int, ...]:
+    """Every id that ends a reply: the generation config's and the tokenizer's."""
+    own = model.generation_config.eos_token_id if model.generation_config else None
+    ids = set(own if isinstance(own, (list, tuple)) else [own]) | {tokenizer.eos_token_id}
+    return tuple(sorted(int(i) for i in ids if i is not None))
+
+
+def _fingerprint(model: nn.Module, tokenizer) -> str:
+    """16 hex digits that name the weights and the tokenizer, whatever dtype they are loaded in."""
+    digest = hashlib.sha256()
+    config = model.config.get_text_config(decoder=True)
+    digest.update(json.dumps([config.model_type, config.hidden_size, config.vocab_size]).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        sample = tensor.flatten()[:: max(1, tensor.numel() // 64)][:64]
+        digest.update(name.encode())
+        # Rounded to bfloat16 first: the same weights loaded in another type give the same digits.
+        digest.update(sample.to(torch.bfloat16).float().cpu().numpy().tobytes())
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
+    digest.update(vocabulary.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,212 @@
+"""The contract of a draft head. Nothing outside `heads/` knows which family it is dealing with.
+
+A head has two faces that must agree to rounding:
+
+* the training face sees all positions of a batch at once and yields, for each draft step, the
+  hidden rows of the anchors (`unroll`); `objective` turns them into sums and counts;
+* the drafting face reads verified positions into the head's own cache (`extend`) and guesses one
+  depth of the tree at a time (`expand`).
+
+B batch, T length, n new rows, m frontier nodes, R anchors, K steps, H hidden, A auxiliary width,
+V target vocabulary, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from spectrain.core.batch import Batch, Features
+from spectrain.core.errors import SpectrainError
+from spectrain.core.readout import Readout
+
+
+class TargetFacts(BaseModel):
+    """The target a head was trained for; another one is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    fingerprint: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+
+
+class HeadConfig(BaseModel):
+    """What every head's config.json holds; families add their own fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    family: str
+    steps: int = Field(ge=1, description="draft steps K the head is trained for")
+    vocab_size: int = Field(ge=1, description="V, rows of the target's lm_head")
+    draft_vocab_size: int = Field(ge=1, description="D, tokens the head can guess")
+    target: TargetFacts
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Target features a head reads: what has to be captured and handed to `extend`.
+
+    aux_layers: outputs of these decoder layers at every position, () for none
+    last_everywhere: the last state at every position is an input (EAGLE-1, MTP)
+    Teacher rows (the last state wherever the next token lies in a reply) are always captured.
+    """
+
+    aux_layers: tuple[int, ...] = ()
+    last_everywhere: bool = False
+
+
+@dataclass
+class Unrolled:
+    """One step of the training face.
+
+    hidden [R, H'] the rows that `logits(hidden, step)` takes
+    anchors [R] flat indices b·T + t, the same at each step; a row whose anchor does not count at
+    this step holds a value that nobody may read
+    """
+
+    step: int
+    hidden: Tensor
+    anchors: Tensor
+
+
+@dataclass
+class Objective:
+    """Sums over one micro-batch; each vector has one entry per term (usually per draft step).
+
+    loss  [K] Σ per-token loss over the supervised rows (not yet weighted or divided)
+    count [K] supervised rows: the denominators, known without a forward (`DraftHead.counts`)
+    hits  [K] rows where the head's first choice is the target's argmax
+    seen  [K] rows that count at this step; those whose argmax the head cannot guess are in `seen`
+          and not in `count`, so they enter every metric as rejections
+    """
+
+    loss: Tensor
+    count: Tensor
+    hits: Tensor
+    seen: Tensor
+
+
+class DraftHead(nn.Module, ABC):
+    """Base of every family. Subclasses set `family` and `Config` and fill in the two faces."""
+
+    family: ClassVar[str]
+    Config: ClassVar[type[HeadConfig]]
+    Options: ClassVar[type[BaseModel]]
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._shared: list[Readout] = []  # a list, so that the target never becomes our submodule
+
+    # ── making one ───────────────────────────────────────────────────────────
+
+    @classmethod
+    @abstractmethod
+    def create(cls, options: Any, target: Any, token_counts: Tensor) -> DraftHead:
+        """A new head for `target` (core.target.Target, weights not packed), bound to it.
+
+        options: the family's own settings (`Options`); token_counts [V]: how often each token is
+        supervised, for the draft vocabulary.
+        """
+
+    def bind(self, readout: Readout) -> DraftHead:
+        """Share the target's embedding and output layer."""
+        if readout.vocab_size != self.config.vocab_size:
+            raise SpectrainError(
+                f"the head expects a vocabulary of {self.config.vocab_size}, "
+                f"the target has {readout.vocab_size}",
+                fix="use the target the head was trained for",
+            )
+        self._shared[:] = [readout]
+        return self
+
+    @property
+    def readout(self) -> Readout:
+        if not self._shared:
+            raise RuntimeError("bind(readout) comes before any forward")
+        return self._shared[0]
+
+    @property
+    @abstractmethod
+    def needs(self) -> Needs: ...
+
+    # ── training face ────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def unroll(self, batch: Batch, steps: int) -> Iterator[Unrolled]:
+        """Yield steps k = 0 … steps−1; inputs at every step are the true tokens."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor, step: int) -> Tensor:
+        """[..., H'] → [..., D]"""
+
+    @abstractmethod
+    def counts(self, batch: Batch) -> Tensor:
+        """The denominators [K] of `objective` for this micro-batch, from the data alone."""
+
+    @abstractmethod
+    def objective(self, batch: Batch) -> Objective:
+        """Loss sums of a micro-batch."""
+
+    @abstractmethod
+    def weights(self, progress: float) -> list[float]:
+        """Weight of each term of `objective`; progress runs from 0 to 1 over the training."""
+
+    def forward(self, batch: Batch) -> Objective:
+        """The objective, as a module call, so that data-parallel wrappers see it."""
+        return self.objective(batch)
+
+    # ── drafting face ────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def start(self, rows: int, slots: int) -> Any:
+        """An empty drafting state for `rows` sequences of at most `slots` positions."""
+
+    def begin(self, state: Any, tokens: Tensor, features: Features, counts: Tensor) -> Tensor:
+        """Read a prompt: tokens [B, n+1] = x[0 … n], features of positions 0 … n−1.
+
+        Heads that work on features start at x[1]; a head that is a language model itself overrides
+        this to read x[0] as well. Returns what `extend` returns.
+        """
+        return self.extend(state, tokens[:, 1:], features, counts)
+
+    @abstractmethod
+    def extend(
+        self, state: Any, tokens: Tensor, features: Features, counts: Tensor, view: int = 0
+    ) -> Tensor:
+        """Read verified positions and return the logits of the first guess, [B, D].
+
+        Row i of `features` [B, n, …] belongs to position p+i, tokens [B, n] to x[p+i+1]; only the
+        first counts[b] rows are real (0: the sequence has ended, its result is not used). Everything drafted before is forgotten. `view` bounds the
+        cache slots looked at (longest sequence plus what will be drafted; 0 = all).
+        """
+
+    @abstractmethod
+    def expand(self, state: Any, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Go one level deeper: nodes [B, m] with their tokens; logits of their children [B, m, D].
+
+        parents [B, m] index the previous level (the first level has one parent, 0).
+        """
+
+    # ── vocabulary ───────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def to_target(self, ids: Tensor) -> Tensor:
+        """Draft ids → target ids, any shape."""
+
+    def check_vocabulary(self, where: str) -> None:
+        """Called after loading: raise SpectrainError if the vocabulary map cannot be right."""
+        return
+
+    def spread(self, probabilities: Tensor) -> Tensor:
+        """Probabilities over the draft vocabulary [..., D] → over the target's [..., V]."""
+        ids = self.to_target(torch.arange(self.config.draft_vocab_size, device=probabilities.device))
+        full = probabilities.new_zeros(*probabilities.shape[:-1], self.config.vocab_size)
+        return full.index_copy_(-1, ids, probabilities)

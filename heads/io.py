@@ -1,0 +1,96 @@
+"""Save and load heads: safetensors and a config.json beside it, strictly.
+
+folder/config.json, folder/model.safetensors (parameters and the draft-vocabulary map).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from spectrain.core.errors import SpectrainError
+from spectrain.core.files import atomic_folder, read_json, write_json
+from spectrain.heads.base import DraftHead
+from spectrain.heads.registry import family
+
+WEIGHTS = "model.safetensors"
+
+
+def save_head(head: DraftHead, folder: Path, extra: dict[str, Any] | None = None) -> None:
+    """Write the head into `folder` as one atomic step; `extra`: more JSON files, name → content."""
+    with atomic_folder(folder) as temporary:
+        write_head(head, temporary)
+        for name, content in (extra or {}).items():
+            write_json(temporary / name, content)
+
+
+def write_head(head: DraftHead, folder: Path) -> None:
+    """Write config and weights into an existing folder (callers make it atomic)."""
+    write_json(folder / "config.json", head.config.model_dump(mode="json"))
+    tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def load_head(folder: Path, *, device: torch.device | str = "cpu") -> DraftHead:
+    """Load a head. A missing, extra or misshapen tensor is an error that names it.
+
+    The result still has to be bound to its target: `check_target`, `bind`.
+    """
+    folder = Path(folder)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise SpectrainError(
+            "no head here (config.json is missing)",
+            where=str(folder),
+            fix="give --head the folder that train-eagle wrote",
+        )
+    content = read_json(path)
+    kind = family(str(content.get("family")))
+    try:
+        config = kind.Config.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise SpectrainError(f"{key}: {first['msg']}", where=str(path)) from None
+    head = kind(config)
+    load_weights(head, folder / WEIGHTS)
+    return head.to(device).eval()
+
+
+def load_weights(head: DraftHead, path: Path) -> None:
+    """Fill `head` from a safetensors file; every name and shape has to agree."""
+    try:
+        tensors = load_file(path)
+    except FileNotFoundError:
+        raise SpectrainError("the weights are missing", where=str(path)) from None
+    except SafetensorError as error:
+        raise SpectrainError(f"not a whole safetensors file ({error})", where=str(path)) from None
+    expected = head.state_dict()
+    problems = [f"missing {name}" for name in expected.keys() - tensors.keys()]
+    problems += [f"unknown {name}" for name in tensors.keys() - expected.keys()]
+    problems += [
+        f"{name} has shape {tuple(tensors[name].shape)}, expected {tuple(expected[name].shape)}"
+        for name in expected.keys() & tensors.keys()
+        if tensors[name].shape != expected[name].shape
+    ]
+    if problems:
+        raise SpectrainError("; ".join(sorted(problems)), where=str(path))
+    head.load_state_dict(tensors, strict=True)
+    head.check_vocabulary(str(path))
+
+
+def check_target(head: DraftHead, target: Any, where: str) -> None:
+    """Refuse a head that was trained for another target."""
+    facts = head.config.target
+    if facts.fingerprint != target.fingerprint:
+        raise SpectrainError(
+            f"the head was trained for {facts.name} ({facts.fingerprint}), "
+            f"this target is {target.name} ({target.fingerprint})",
+            where=where,
+            fix=f"use --target {facts.name} or a head of this target",
+        )

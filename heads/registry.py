@@ -1,0 +1,21 @@
+"""Families by name; a family's module is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+
+from spectrain.core.errors import SpectrainError
+from spectrain.heads.base import DraftHead
+
+FAMILIES = {"eagle3": "spectrain.heads.eagle3:Eagle3Head"}
+
+
+def family(name: str) -> type[DraftHead]:
+    """The class of a head family. Raises SpectrainError for an unknown name."""
+    if name not in FAMILIES:
+        near = difflib.get_close_matches(name, FAMILIES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(FAMILIES)}"
+        raise SpectrainError(f"unknown head family {name!r}", fix=hint)
+    module, attribute = FAMILIES[name].split(":")
+    return getattr(import_module(module), attribute)

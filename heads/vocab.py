@@ -1,0 +1,57 @@
+"""The draft vocabulary: which D of the target's V tokens a head can guess.
+
+d2t [D] int64 holds OFFSETS (target id = i + d2t[i]), t2d [V] bool says which target tokens are in.
+The map belongs to the head: it is saved with it and kept on warm start and resume.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spectrain.core.errors import SpectrainError
+
+
+def choose_tokens(counts: Tensor, size: int, always: list[int], usable: int) -> Tensor:
+    """The `size` tokens to keep, as ascending target ids [D].
+
+    counts [V]: how often each token is supervised. always: ids that are kept whatever their count
+    (stop and special tokens: without them a draft never ends). usable: ids ≥ usable are padding
+    rows of the target's lm_head and never drafted. Ties go to the smaller id.
+    """
+    if not 1 <= size <= usable:
+        raise SpectrainError(
+            f"draft_vocab_size {size} is not between 1 and {usable}",
+            fix="choose a size up to the target's vocabulary",
+        )
+    pinned = sorted({i for i in always if 0 <= i < usable})
+    if len(pinned) > size:
+        raise SpectrainError(
+            f"draft_vocab_size {size} has no room for the {len(pinned)} special tokens",
+            fix="choose a larger draft_vocab_size",
+        )
+    score = counts[:usable].to(torch.int64).clone()
+    score[pinned] = torch.iinfo(torch.int64).max
+    order = torch.sort(score, descending=True, stable=True).indices
+    return order[:size].sort().values
+
+
+def maps(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Target ids [D] ascending → (d2t [D] offsets, t2d [V] bool)."""
+    d2t = ids - torch.arange(len(ids))
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    return d2t, t2d
+
+
+def check_maps(d2t: Tensor, t2d: Tensor, where: str) -> None:
+    """Refuse a map whose two halves do not say the same (an absolute map, a permuted head)."""
+    ids = torch.arange(len(d2t)) + d2t.cpu()
+    inside = bool(((ids >= 0) & (ids < len(t2d))).all())
+    if not inside or not torch.equal(ids, t2d.cpu().nonzero().flatten()):
+        raise SpectrainError(
+            "d2t and t2d do not describe the same draft vocabulary "
+            "(d2t has to hold offsets: target id = i + d2t[i])",
+            where=where,
+            fix="the checkpoint is damaged or was converted wrongly",
+        )
