@@ -19,6 +19,8 @@ lognorm    float32 [P]  logsumexp of the target's logits
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import asdict, dataclass
 
 import torch
@@ -132,6 +134,28 @@ def bytes_needed(rows: list[Row], hidden: int, aux_width: int, dtype: torch.dtyp
         + len(rows) * 300
         + 4096
     )
+
+
+def plan_shards(rows: list[Row], tokens: int) -> list[list[Row]]:
+    """Cut `rows`, in their order, into shards of at most `tokens` tokens each (or one row)."""
+    shards: list[list[Row]] = []
+    filled = 0
+    for row in rows:
+        if not shards or filled + len(row.tokens) > tokens:
+            shards.append([])
+            filled = 0
+        shards[-1].append(row)
+        filled += len(row.tokens)
+    return shards
+
+
+def key_of(rows: list[Row]) -> str:
+    """16 hex digits over all that is known of the rows before the target has read them."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(RowInfo.of(row, 0).as_facts()).encode())
+        digest.update(row.tokens.numpy().tobytes() + row.reply.numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _offsets(lengths: list[int]) -> Tensor:

@@ -88,11 +88,12 @@ class FeatureStore:
 
     def require_target(self, fingerprint: str) -> None:
         """Refuse features that another target made."""
-        made_by = self.manifest["settings"]["target"]
-        if made_by["fingerprint"] != fingerprint:
+        made_by = self.manifest["settings"]["target"]["fingerprint"]
+        if made_by != fingerprint:
+            name = self.manifest["about"].get("target", "another target")
             raise SpectrainError(
-                f"the store holds features of {made_by['name']} ({made_by['fingerprint']}), "
-                f"not of this target ({fingerprint})",
+                f"the store holds features of {name} ({made_by}), not of this target "
+                f"({fingerprint})",
                 where=str(self.path),
                 fix="give the target it was prepared with, or prepare another --store",
             )

@@ -36,8 +36,8 @@ REPLIES = "replies"
 class StoreWriter:
     """Writes one store. Use `StoreWriter.claim`, which keeps other processes out."""
 
-    def __init__(self, path: Path, settings: dict) -> None:
-        self.path, self.settings = path, settings
+    def __init__(self, path: Path, settings: dict, about: dict) -> None:
+        self.path, self.settings, self.about = path, settings, about
         self.fingerprint = fingerprint_of(settings)
         self.dtype: torch.dtype = DTYPES[settings["dtype"]]
         manifest = read_manifest(path) or {"complete": False, "shards": []}
@@ -47,10 +47,17 @@ class StoreWriter:
     @classmethod
     @contextmanager
     def claim(
-        cls, path: str | Path, settings: dict, overwrite: bool = False
+        cls,
+        path: str | Path,
+        settings: dict,
+        about: dict | None = None,
+        overwrite: bool = False,
     ) -> Iterator[StoreWriter]:
-        """Begin or continue the store at `path`. `settings` (JSON values; "dtype" and "target"
-        among them) are everything that shapes its content.
+        """Begin or continue the store at `path`.
+
+        settings: JSON values, everything that shapes the content; "dtype" and "target" (with its
+        "fingerprint") among them. about: what people want to read beside it and nothing compares,
+        "target" (its name) among it.
 
         Raises SpectrainError when the folder holds a store made with other settings (unless
         `overwrite`), something that is not a store, or another process that prepares it.
@@ -61,7 +68,7 @@ class StoreWriter:
             path.mkdir(parents=True, exist_ok=True)
         with _only_process(path):
             _clear(path, settings, overwrite)
-            writer = cls(path, settings)
+            writer = cls(path, settings, about or {})
             if not writer.complete:
                 writer._write_manifest(complete=False, shards=[], counts={})
             yield writer
@@ -135,6 +142,7 @@ class StoreWriter:
             "format": FORMAT,
             "complete": complete,
             "fingerprint": self.fingerprint,
+            "about": self.about,
             "settings": self.settings,
             "counts": counts,
             "shards": shards,

@@ -1,0 +1,101 @@
+"""From conversations to the rows of a store: which prompts to ask, and what becomes of each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import astuple
+
+from spectrain.core.target import Target
+from spectrain.data.conversations import Conversation, split_of
+from spectrain.data.replies import Answer, Question
+from spectrain.data.shard import Row
+from spectrain.data.tokenise import Refused, answered_row, given_row, prompt_ids
+
+
+def source_hash(conversations: list[Conversation]) -> str:
+    """16 hex digits over the content and the facts of all conversations."""
+    digest = hashlib.sha256()
+    for conversation in conversations:
+        digest.update(json.dumps(astuple(conversation), sort_keys=True).encode())
+    return digest.hexdigest()[:16]
+
+
+def questions_for(
+    conversations: list[Conversation],
+    tokenizer,
+    *,
+    longest: int,
+    heldout: float,
+    temperature: float,
+    heldout_temperatures: Iterable[float],
+    fates: Counter[str],
+) -> list[Question]:
+    """What to ask the target: train prompts once at `temperature`, held-out ones once at each of
+    theirs. Prompts of more than `longest` tokens, or refused by the template, go to `fates`."""
+    questions = []
+    for place, conversation in enumerate(conversations):
+        if conversation.answered:
+            continue
+        try:
+            ids = prompt_ids(tokenizer, conversation, longest)
+        except Refused as refused:
+            fates[refused.reason] += 1
+            continue
+        train = split_of(conversation.prompt_id, heldout) == "train"
+        for wanted in [temperature] if train else heldout_temperatures:
+            questions.append(Question(place, ids, float(wanted)))
+    return questions
+
+
+def build_rows(
+    conversations: list[Conversation],
+    questions: list[Question],
+    answers: list[Answer],
+    target: Target,
+    *,
+    heldout: float,
+    max_length: int,
+    drop_length_stopped: bool,
+    fates: Counter[str],
+) -> list[Row]:
+    """Every row that has something to learn, ordered by content hash and temperature; the others
+    go to `fates` by reason."""
+    prompts = {question.place: question.ids for question in questions}
+    work: list[tuple[Conversation, list[int], Answer | None]] = [
+        (conversations[answer.place], prompts[answer.place], answer) for answer in answers
+    ]
+    work += [(conversation, [], None) for conversation in conversations if conversation.answered]
+    rows = []
+    for conversation, prompt, answer in work:
+        split = split_of(conversation.prompt_id, heldout)
+        try:
+            if answer is None:
+                row = given_row(
+                    target.tokenizer,
+                    target.stop_ids,
+                    conversation,
+                    split=split,
+                    max_length=max_length,
+                )
+            else:
+                row = answered_row(
+                    conversation,
+                    prompt,
+                    answer.tokens,
+                    split=split,
+                    temperature=answer.temperature,
+                    finish=answer.finish,
+                    max_length=max_length,
+                )
+            if drop_length_stopped and row.finish == "length":
+                raise Refused("length-stopped")
+        except Refused as refused:
+            fates[refused.reason] += 1
+            continue
+        rows.append(row)
+    return sorted(
+        rows, key=lambda row: (row.id, -1 if row.temperature is None else row.temperature)
+    )
