@@ -1,0 +1,123 @@
+"""From the acceptances of conversations to the numbers of the report, each with its interval.
+
+C conversations, K draft steps, S resamples, γ draft tokens per target forward (1 … K).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spectrain.evaluation.alpha import Acceptance
+from spectrain.evaluation.bootstrap import Floats, intervals, ratio
+from spectrain.evaluation.walk import counted_steps, walk
+
+DEFINITIONS = {
+    "marginal": "mean over all anchors of the chance that the target accepts the draft at this "
+    "position, the text before it given: Σ min(p, q), at temperature 0 whether the argmaxes agree",
+    "conditional": "the same over the anchors where positions before were accepted, each weighted "
+    "by the chance of that given the text; at temperature 0 an anchor leaves once the text's token "
+    "is not the target's argmax",
+    "joint": "chance that this position and all before it are accepted: product of conditionals",
+    "tau": "tokens committed per target forward over the held-out replies, the target's own token "
+    "included, the prompt's forward with its first token excluded, nothing after the reply's end; "
+    "rule: greedy at temperature 0, else lossless sampling with drawn chains",
+    "tokens": "tokens the head cannot guess are counted as rejections",
+    "interval": "95 % bootstrap over conversations",
+}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A stored row at one temperature: its domain and its replies that have an anchor."""
+
+    domain: str
+    replies: list[Acceptance]
+
+
+def summarise(conversations: Sequence[Conversation], steps: int, seed: int) -> dict[str, Any]:
+    """All numbers over these conversations, as plain JSON values; None where undefined."""
+    sums = _stack([_sums(conversation, steps) for conversation in conversations])
+    marginal = intervals(sums, lambda s: ratio(s["beta"], s["anchors"]), seed)
+    conditional = intervals(sums, lambda s: ratio(s["reached_beta"], s["reached"]), seed)
+    joint = intervals(sums, _joint, seed)
+    tau = intervals(sums, lambda s: ratio(s["tokens"], s["forwards"]), seed)
+    total = {name: column.sum(0) for name, column in sums.items()}
+    return {
+        "conversations": len(conversations),
+        "replies": sum(len(conversation.replies) for conversation in conversations),
+        "tokens": int(total["tokens"][0]),
+        "positions": [
+            {
+                "position": k + 1,
+                "marginal": marginal[k],
+                "conditional": conditional[k],
+                "joint": joint[k],
+                "anchors": int(total["anchors"][k]),
+                "reached": float(total["reached"][k]),
+            }
+            for k in range(steps)
+        ],
+        "tau": [
+            {
+                "draft": g + 1,
+                **tau[g],
+                "forwards": float(total["forwards"][g]),
+                "runs": total["runs"][g, : g + 2].tolist(),
+            }
+            for g in range(steps)
+        ],
+    }
+
+
+def by_domain(
+    conversations: Sequence[Conversation], steps: int, seed: int
+) -> dict[str, dict[str, Any]]:
+    """`summarise` for each domain, in alphabetical order."""
+    domains = sorted({conversation.domain for conversation in conversations})
+    return {
+        domain: summarise([c for c in conversations if c.domain == domain], steps, seed)
+        for domain in domains
+    }
+
+
+def _sums(conversation: Conversation, steps: int) -> dict[str, Floats]:
+    """What enters the ratios. anchors, beta, reached, reached_beta [K]; tokens, forwards [K] over
+    γ (tokens are the same for each); runs [K, K+1]."""
+    sums = {
+        name: np.zeros(steps)
+        for name in ("anchors", "beta", "reached", "reached_beta", "tokens", "forwards")
+    }
+    sums["runs"] = np.zeros((steps, steps + 1))
+    for reply in conversation.replies:
+        count = len(reply.beta)
+        inside = counted_steps(count, steps)
+        before = np.cumprod(reply.kept, axis=1)[:, :-1]
+        weight = np.concatenate([np.ones((count, 1)), before], axis=1) * inside
+        path = walk(reply.kept)
+        sums["anchors"] += inside.sum(0)
+        sums["beta"] += reply.beta.sum(0)
+        sums["reached"] += weight.sum(0)
+        sums["reached_beta"] += (weight * reply.beta).sum(0)
+        sums["tokens"] += count
+        sums["forwards"] += path.forwards
+        sums["runs"] += path.runs
+    return sums
+
+
+def _stack(rows: list[dict[str, Floats]]) -> dict[str, Floats]:
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _joint(sums: dict[str, Floats]) -> Floats:
+    """Product of the conditionals [S, K]; once it is 0 it stays 0, though nothing is reached."""
+    conditional = ratio(sums["reached_beta"], sums["reached"])
+    product = np.ones_like(conditional)
+    for k in range(conditional.shape[1]):
+        before = product[:, k - 1] if k else np.ones(len(conditional))
+        lost = (before == 0) & (sums["anchors"][:, k] > 0)
+        product[:, k] = np.where(lost, 0.0, before * conditional[:, k])
+    return product
