@@ -1,0 +1,65 @@
+"""Progress speaks on stderr only, on rank 0 only, and not at all when told to be quiet."""
+
+from __future__ import annotations
+
+import pytest
+
+from spectrain.core import progress as module
+from spectrain.core.progress import progress, track
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    for name in ("SPECTRAIN_QUIET", "RANK", "LOCAL_RANK", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_track_yields_all_and_says_so_once(capsys):
+    assert list(track([1, 2, 3], label="rows", unit="rows")) == [1, 2, 3]
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1  # short stages: only the last line
+    assert err.startswith("rows: 3/3 rows")
+
+
+def test_plain_lines_tell_time_left_and_values(capsys, monkeypatch):
+    monkeypatch.setattr(module, "PLAIN_EVERY_SECONDS", 0.0)
+    with progress(4, "train", "steps", done=1) as bar:
+        bar.update(1, loss=1.23456)
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("train: 2/4 steps")
+    assert "left" in first
+    assert "loss 1.235" in first
+    assert last.startswith("train: 2/4 steps  in 0:0")
+
+
+def test_unknown_total(capsys):
+    assert list(track(iter("ab"), label="read", unit="lines")) == ["a", "b"]
+    assert capsys.readouterr().err.startswith("read: 2 lines")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("SPECTRAIN_QUIET", "1"), ("RANK", "1"), ("LOCAL_RANK", "1")]
+)
+def test_silence(capsys, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert list(track(range(3), label="rows")) == [0, 1, 2]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_bar_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    with progress(2, "train", "steps") as bar:
+        bar.update(1, loss=0.5)
+        bar.update(1, loss=0.25)
+    err = capsys.readouterr().err
+    assert "100%" in err
+    assert "loss 0.25" in err
+
+
+def test_rate_counts_only_this_run():
+    bar = module.Bar("x", 100, "rows", done=90)
+    bar._start -= 2.0
+    bar.update(4)
+    assert bar.rate() == pytest.approx(2.0, rel=0.05)
