@@ -1,0 +1,254 @@
+"""`spectrain train-…`: from a feature store to a trained head.
+
+out/checkpoints/step-…   what a run that was interrupted goes on from
+out/metrics.jsonl        one row for each logged step
+out/head/                the result: weights, config, provenance, training curve
+out/report.json          the report; with it the run is finished
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from pydantic import BaseModel, Field, ValidationError
+
+from spectrain.core.config import nearest
+from spectrain.core.environment import describe, peak_rss_mb
+from spectrain.core.errors import SpectrainError
+from spectrain.core.files import disk_errors, read_json, sha256_file, write_json
+from spectrain.core.provenance import provenance
+from spectrain.core.target import Target
+from spectrain.data.store import FeatureStore
+from spectrain.heads.base import DraftHead
+from spectrain.heads.io import WEIGHTS, check_target, load_head, save_head
+from spectrain.heads.registry import family
+from spectrain.trainer.changes import digests, require_changes
+from spectrain.trainer.checkpoint import FOLDER, require_same
+from spectrain.trainer.loop import Data, State, train
+from spectrain.trainer.metrics import METRICS, acceptance, read_metrics
+from spectrain.trainer.settings import FREE_TO_CHANGE, TrainerSettings
+from spectrain.trainer.tracking import make_accelerator, start_trackers
+
+REPORT = "report.json"
+HEAD = "head"
+FINAL_SHARE = 0.1  # the report's loss and acceptance are means over this last part of the run
+
+
+class TrainConfig(TrainerSettings):
+    """Settings of `train-…`."""
+
+    target: str = Field("smollm2-135m", description="target: embedded name, folder or hub id")
+    store: Path = Field(Path("runs/store"), description="feature store that `prepare` wrote")
+    out: Path = Field(Path("runs/train"), description="folder of the run; the head is out/head")
+    family: str | None = Field(None, description="head family by its full name; or give version")
+    version: int = Field(3, ge=1, description="which EAGLE, when no family is given")
+    head: dict[str, Any] = Field({}, description="options of the family, e.g. head.steps")
+    init: Path | None = Field(
+        None, description="folder of a head to start from; its draft vocabulary is kept"
+    )
+    extend: bool = Field(
+        False, description="let a run go on to more steps than it was started with"
+    )
+    overwrite: bool = Field(False, description="throw away an earlier run in the same folder")
+
+    @property
+    def family_name(self) -> str:
+        return self.family or f"eagle{self.version}"
+
+
+# Paths may differ between two parts of a run: what they lead to is compared by fingerprint.
+_NOT_COMPARED = FREE_TO_CHANGE | {
+    *("target", "store", "out", "init", "extend", "overwrite", "epochs", "steps"),
+    *("family", "version"),
+}
+
+
+def run(config: TrainConfig) -> dict[str, Any]:
+    """Train (or finish training) a head; returns the report that is also in out/report.json.
+
+    Raises SpectrainError for input that cannot be used or another run in the same folder,
+    RunFailed when training cannot go on; KeyboardInterrupt after Ctrl-C with a checkpoint written.
+    """
+    kind = family(config.family_name)
+    options = _options(kind.Options, config)
+    accelerator = make_accelerator(config, config.out)
+    main = accelerator.is_main_process
+    try:
+        if main:
+            with disk_errors(config.out):
+                config.out.mkdir(parents=True, exist_ok=True)
+            if config.overwrite:
+                _clear(config.out)
+        accelerator.wait_for_everyone()
+        store = FeatureStore.open(config.store)
+        rows = store.rows("train")
+        settings = config.model_copy(update={"steps": config.total_steps(len(rows))})
+        identity = _identity(settings, store)
+        finished = _finished(settings, identity)
+        if finished is not None:
+            if main:
+                print(f"this run is finished: {config.out / HEAD}", file=sys.stderr)
+            return finished
+
+        torch.manual_seed(config.seed)
+        head = _head(kind, options, settings, store, accelerator)
+        before = digests(head)
+        start_trackers(accelerator, identity, config.out)
+        data = Data(
+            lengths=[row.length for row in rows],
+            supervised=[row.supervised for row in rows],
+            load=lambda places: store.batch([rows[place] for place in places]),
+        )
+        state = train(head, data, settings, accelerator, config.out, identity, config.extend)
+        require_changes(head, before, str(config.out))
+        accelerator.wait_for_everyone()  # the metrics are complete
+        report = _report(settings, state, store, accelerator)
+        if main:
+            extra = {
+                "provenance.json": provenance(
+                    config.model_dump(mode="json"), config.seed, store=identity["store"]
+                ),
+                "training.json": {"report": report, "curve": read_metrics(config.out)},
+            }
+            save_head(accelerator.unwrap_model(head), config.out / HEAD, extra)
+            write_json(config.out / REPORT, {"report": report, "config": identity})
+        accelerator.wait_for_everyone()
+        return report
+    finally:
+        accelerator.end_training()
+
+
+def _options(kind: type[BaseModel], config: TrainConfig) -> BaseModel:
+    """The family's options; every problem is told at once."""
+    if config.init is not None and config.head:
+        raise SpectrainError(
+            f"head options ({', '.join(config.head)}) cannot change the head given by init",
+            fix="leave out one of them",
+        )
+    try:
+        return kind.model_validate(config.head)
+    except ValidationError as error:
+        problems = []
+        for item in error.errors():
+            key = ".".join(str(part) for part in item["loc"])
+            if item["type"] == "extra_forbidden":
+                known = list(kind.model_fields)
+                problems.append(
+                    f"unknown key head.{key}{nearest(key, known)} (known: {', '.join(known)})"
+                )
+            else:
+                problems.append(f"head.{key}: {item['input']!r} refused, {item['msg']}")
+        raise SpectrainError("; ".join(problems), where=f"{config.family_name} options") from None
+
+
+def _identity(settings: TrainConfig, store: FeatureStore) -> dict[str, Any]:
+    """What must not change between the parts of one run."""
+    init = settings.init and settings.init / WEIGHTS
+    if init and not init.is_file():
+        raise SpectrainError(
+            "no head to start from", where=str(settings.init), fix="give the folder of a head"
+        )
+    return {
+        "family": settings.family_name,
+        "store": store.manifest["fingerprint"],
+        "init": sha256_file(init)[:16] if init else None,
+        "steps": settings.steps,
+        **settings.model_dump(mode="json", exclude=set(_NOT_COMPARED)),
+    }
+
+
+def _finished(settings: TrainConfig, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The report of a run that is complete; None when there is work to do."""
+    path = settings.out / REPORT
+    if not path.is_file():
+        return None
+    content = read_json(path)
+    require_same(content["config"], identity, str(settings.out), settings.extend)
+    return content["report"] if content["config"]["steps"] == settings.steps else None
+
+
+def _clear(out: Path) -> None:
+    """Remove an earlier run, and nothing else that may lie in the folder."""
+    for name in (FOLDER, HEAD):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in (METRICS, REPORT):
+        (out / name).unlink(missing_ok=True)
+
+
+def _head(
+    kind: type[DraftHead],
+    options: BaseModel,
+    settings: TrainConfig,
+    store: FeatureStore,
+    accelerator: Accelerator,
+) -> DraftHead:
+    """A head bound to its target. Only the target's readout outlives this function."""
+    target = Target.load(
+        settings.target,
+        dtype="float32" if settings.mixed_precision == "no" else "auto",
+        device=str(accelerator.device),
+        pack_weights=False,
+    )
+    store.require_target(target.fingerprint)
+    if settings.init is None:
+        head = kind.create(options, target, store.token_counts("train", target.vocab_size))
+    else:
+        head = load_head(settings.init, device=target.device)
+        if not isinstance(head, kind):
+            raise SpectrainError(
+                f"the head is of family {head.family}, not {settings.family_name}",
+                where=str(settings.init),
+                fix="give the family or version of that head",
+            )
+        check_target(head, target, str(settings.init))
+        head.bind(target.readout)
+    _require_features(head, store)
+    del target
+    gc.collect()
+    return head.float()
+
+
+def _require_features(head: DraftHead, store: FeatureStore) -> None:
+    stored = tuple(store.manifest["settings"]["aux_layers"])
+    if head.needs.aux_layers and head.needs.aux_layers != stored:
+        raise SpectrainError(
+            f"the head reads layers {list(head.needs.aux_layers)}, "
+            f"the store holds layers {list(stored)}",
+            where=str(store.path),
+            fix="prepare the store with the head's layers, or choose the head's to match",
+        )
+
+
+def _report(
+    settings: TrainConfig, state: State, store: FeatureStore, accelerator: Accelerator
+) -> dict[str, Any]:
+    """Counts, speed, and the means over the last part of the run (on training data)."""
+    rows = read_metrics(settings.out)
+    first = (1 - FINAL_SHARE) * settings.steps
+    last = [row for row in rows if row["step"] > first]
+    losses = [row["loss"] for row in last if row["loss"] is not None]
+    # A row whose steps were all skipped has no entries.
+    hits = [sum(column) for column in zip(*(r["hits"] for r in last if r["hits"]), strict=True)]
+    seen = [sum(column) for column in zip(*(r["seen"] for r in last if r["seen"]), strict=True)]
+    return {
+        "target": settings.target,
+        "family": settings.family_name,
+        "head": str(settings.out / HEAD),
+        "store": store.manifest["fingerprint"],
+        "steps": state.step,
+        "supervised_tokens": state.supervised,
+        "seconds": round(state.seconds, 3),
+        "tokens_per_second": round(state.supervised / state.seconds, 1),
+        "loss": sum(losses) / len(losses) if losses else None,
+        "acceptance": acceptance(hits, seen),
+        "skipped_steps": state.skipped,
+        "processes": accelerator.num_processes,
+        "peak_rss_mb": round(peak_rss_mb(), 1),
+        "environment": describe(accelerator.device),
+    }

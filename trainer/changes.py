@@ -1,0 +1,40 @@
+"""Did training do what it should: every trainable tensor changed, and no other."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from spectrain.core.errors import RunFailed
+from spectrain.heads.base import DraftHead
+
+
+def digests(head: DraftHead) -> dict[str, str]:
+    """A checksum for every tensor of the head, its vocabulary map included."""
+    return {
+        name: hashlib.sha256(
+            value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        ).hexdigest()
+        for name, value in head.state_dict().items()
+    }
+
+
+def require_changes(head: DraftHead, before: dict[str, str], where: str) -> None:
+    """Compare with the digests of the head before its first step.
+
+    Raises RunFailed that names trainable tensors which stayed as they were (a part that no gradient
+    reaches) and frozen ones which did not.
+    """
+    trainable = {name for name, value in head.named_parameters() if value.requires_grad}
+    now = digests(head)
+    still = sorted(name for name in trainable if now[name] == before[name])
+    moved = sorted(name for name in now.keys() - trainable if now[name] != before[name])
+    problems = [f"not trained: {', '.join(still)}"] if still else []
+    problems += [f"frozen but changed: {', '.join(moved)}"] if moved else []
+    if problems:
+        raise RunFailed(
+            "; ".join(problems),
+            where=where,
+            fix="the head was not written; train longer or look for an unused part",
+        )

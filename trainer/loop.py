@@ -1,0 +1,275 @@
+"""The training loop, from top to bottom.
+
+K terms of the objective (usually draft steps), M micro-batches of this process in one step.
+
+The loss of a step is Σ_k w_k · S_k / C_k, where S_k and C_k are sums over all processes and all
+micro-batches. The counts C_k come from the data alone, so they are known before the first forward
+and every micro-batch is divided by the same number: however the batch is cut, the gradient is the
+same to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from spectrain.core.batch import Batch
+from spectrain.core.errors import RunFailed, SpectrainError
+from spectrain.core.progress import progress
+from spectrain.heads.base import DraftHead
+from spectrain.trainer import checkpoint, optim, order
+from spectrain.trainer.metrics import MetricsFile, Stopwatch, Window
+from spectrain.trainer.settings import TrainerSettings
+
+
+@dataclass
+class State:
+    """Counters of a run. step: finished optimiser steps; supervised: reply tokens seen;
+    skipped: steps dropped as not finite, in a row and altogether; seconds: inside the loop."""
+
+    step: int = 0
+    supervised: int = 0
+    skipped_in_row: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    window: Window = field(default_factory=Window)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training rows. lengths and supervised: tokens and reply tokens of each; load: some rows as
+    one batch, on any device, features in any type."""
+
+    lengths: Sequence[int]
+    supervised: Sequence[int]
+    load: Callable[[list[int]], Batch]
+
+
+def train(
+    head: DraftHead,
+    data: Data,
+    settings: TrainerSettings,
+    accelerator: Accelerator,
+    run: Path,
+    identity: Mapping[str, Any],
+    extend: bool = False,
+) -> State:
+    """Train `head` in place for settings.steps, going on from the newest checkpoint in `run`.
+
+    identity: JSON values that have to be the same for a run to be continued.
+    Raises SpectrainError for a run with another identity, RunFailed when the loss stays not
+    finite; KeyboardInterrupt after Ctrl-C, with a checkpoint written.
+    """
+    steps, world, rank = settings.steps, accelerator.num_processes, accelerator.process_index
+    assert steps is not None, "the recipe has worked out the number of steps"
+    _check_batch(settings, data, world)
+    main = accelerator.is_main_process
+    head.to(accelerator.device).train()
+    parts = optim.build(head, settings, head_tables(head))
+    state = _resume(run, head, parts, identity, extend)
+    if main:
+        checkpoint.clean(run)
+        if state.step:
+            print(f"going on from step {state.step} of {steps}", file=sys.stderr)
+    model = accelerator.prepare_model(head)
+    trainable = [value for value in head.parameters() if value.requires_grad]
+    rows = order.Order(data.lengths, settings.batch_size, settings.seed)
+    file = MetricsFile(run, after=state.step) if main else None
+    watch, logged_supervised, logged_seconds = Stopwatch(), state.supervised, state.seconds
+
+    with _interrupts() as interrupted, progress(steps, "train", "steps", state.step) as bar:
+        while state.step < steps:
+            step = state.step
+            torch.manual_seed(order.mixed_seed(settings.seed, step, rank))
+            rate = optim.factor(settings.schedule, step, steps, settings.warmup)
+            optim.set_rate(parts, rate)
+            weights = head.weights(step / steps)
+
+            # The data, and how much of it counts.
+            chosen = rows.batch(step)
+            mine = order.share(chosen, rank, world, settings.micro_batch)
+            batches = [data.load(part) for part in mine]
+            counts = [_counts(head, batch, accelerator.device) for batch in batches]  # M × [K]
+            total = accelerator.reduce(torch.stack(counts).sum(0), "sum")  # [K]
+            # Processes average their gradients where a sum is meant, hence × world.
+            share = torch.tensor(weights, device=total.device) * world
+            scale = (share / total.clamp(min=1)).float()
+            empty = (torch.stack(counts) == 0).any(1).tolist()
+
+            # Forward and backward; gradients cross processes only after the last micro-batch.
+            sums = torch.zeros(4, len(weights), dtype=torch.float64, device=total.device)
+            for index, batch in enumerate(batches):
+                at_end = index == len(batches) - 1
+                with nullcontext() if at_end else accelerator.no_sync(model):
+                    objective = model(batch.to(accelerator.device, torch.float32))
+                    loss = (scale * objective.loss).sum()
+                    if empty[index]:
+                        loss = loss + _nothing(trainable)
+                    accelerator.backward(loss)
+                sums[0] += objective.loss.detach()
+                sums[1] += counts[index]
+                sums[2] += objective.hits
+                sums[3] += objective.seen
+            norm = accelerator.clip_grad_norm_(trainable, settings.clip or math.inf)
+
+            # One exchange of all that the processes have to agree on, one wait for the device.
+            bad = ~(torch.isfinite(norm) & torch.isfinite(sums[0]).all())
+            flags = torch.stack([bad.double(), bad.new_tensor(interrupted.is_set()).double()])
+            *sums, (bad, stop) = _split(accelerator.reduce(torch.cat([sums.flatten(), flags])))
+
+            # The update, by all processes or none.
+            if bad:
+                state.skipped, state.skipped_in_row = state.skipped + 1, state.skipped_in_row + 1
+                state.window.skipped += 1
+            else:
+                for part in parts.values():
+                    part.optimizer.step()
+                state.skipped_in_row = 0
+                state.window.add(
+                    sums, order.padding(chosen, data.lengths, world, settings.micro_batch)
+                )
+                state.supervised += sum(data.supervised[row] for row in chosen)
+            for value in trainable:
+                value.grad = None
+            state.step += 1
+            state.seconds += watch.lap()
+            if state.skipped_in_row >= settings.max_bad_steps:
+                raise RunFailed(
+                    f"the loss or its gradient was not finite in {state.skipped_in_row} steps in a "
+                    f"row, up to step {state.step}",
+                    where=str(run),
+                    fix=f"try a lower learning rate; {_last_good(run)}",
+                )
+
+            # What the world gets to see, and what survives us.
+            if state.step % settings.log_every == 0 or state.step == steps:
+                row = {
+                    "step": state.step,
+                    **state.window.row(weights),
+                    "lr": settings.lr * rate,
+                    "grad_norm": None if bad else norm.item(),
+                    "supervised_tokens": state.supervised,
+                    "tokens_per_second": (state.supervised - logged_supervised)
+                    / (state.seconds - logged_seconds),
+                }
+                logged_supervised, logged_seconds = state.supervised, state.seconds
+                state.window = Window()
+                if file:
+                    file.append(row)
+                accelerator.log(_plain(row), step=state.step)
+                bar.update(0, **_shown(row))
+            bar.update(1)
+            if main and (state.step % settings.save_every == 0 or state.step == steps or stop):
+                saved = {**asdict(state), "seed": settings.seed, "config": dict(identity)}
+                checkpoint.save(run, head, parts, saved, settings.keep)
+            if stop and state.step < steps:
+                if main:
+                    print(f"checkpoint of step {state.step} of {steps} written", file=sys.stderr)
+                raise KeyboardInterrupt
+    return state
+
+
+def head_tables(head: DraftHead) -> set[int]:
+    """Row counts of matrices that have a row for each token."""
+    return {head.config.vocab_size, head.config.draft_vocab_size}
+
+
+def _check_batch(settings: TrainerSettings, data: Data, world: int) -> None:
+    if not data.lengths:
+        raise SpectrainError("no training rows in the store", fix="prepare more conversations")
+    if settings.batch_size % world:
+        raise SpectrainError(
+            f"batch_size {settings.batch_size} cannot be shared by {world} processes",
+            fix=f"use a multiple of {world}",
+        )
+
+
+def _resume(
+    run: Path, head: DraftHead, parts: dict[str, optim.Part], identity: Mapping, extend: bool
+) -> State:
+    found = checkpoint.newest(run)
+    if found is None:
+        return State()
+    folder, saved = found
+    checkpoint.require_same(saved["config"], identity, str(folder), extend)
+    checkpoint.restore(folder, head, parts)
+    counters = {name: saved[name] for name in State.__dataclass_fields__ if name != "window"}
+    return State(**counters, window=Window(**saved["window"]))
+
+
+def _counts(head: DraftHead, batch: Batch, device: torch.device) -> Tensor:
+    """[K] float64; the features stay where they are, the counts do not depend on them."""
+    return head.counts(replace(batch, aux=None, last=None).to(device)).double()
+
+
+def _nothing(trainable: list[nn.Parameter]) -> Tensor:
+    """0, as a function of every trainable tensor.
+
+    A micro-batch in which a term has no rows may leave tensors out of the graph; the other
+    processes would wait for their gradients for ever.
+    """
+    return sum((value.flatten()[:1].sum() for value in trainable), torch.zeros(())) * 0
+
+
+def _split(flat: Tensor) -> tuple[list[float], ...]:
+    """loss [K], count [K], hits [K], seen [K] and the two flags, as numbers."""
+    values = flat.tolist()
+    terms = (len(values) - 2) // 4
+    return *(values[i * terms : (i + 1) * terms] for i in range(4)), values[-2:]
+
+
+def _last_good(run: Path) -> str:
+    found = checkpoint.newest(run)
+    return f"the last good checkpoint is {found[0]}" if found else "no checkpoint was written yet"
+
+
+def _plain(row: dict[str, Any]) -> dict[str, float]:
+    """A row of metrics as single numbers, for trackers."""
+    flat: dict[str, float] = {}
+    for key, value in row.items():
+        for name, number in (
+            [(f"{key}/{i}", v) for i, v in enumerate(value)]
+            if isinstance(value, list)
+            else [(key, value)]
+        ):
+            if number is not None:
+                flat[name] = number
+    return flat
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """What fits on the progress line."""
+    first = [f"{value:.2f}" for value in row["acceptance"][:3] if value is not None]
+    shown = {"loss": row["loss"], "acc": "/".join(first), "tok/s": round(row["tokens_per_second"])}
+    return {name: value for name, value in shown.items() if value is not None}
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; the second one interrupts at once, as usual."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event  # signals belong to the main thread
+        return
+
+    def handler(number: int, frame: Any) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, before)
+        print("finishing this step; Ctrl-C again stops at once", file=sys.stderr)
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,99 @@
+"""Metrics as (sum, count): gathered over steps, divided once when a row is written."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spectrain.core.files import atomic_write, disk_errors
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass
+class Window:
+    """Sums since the last row of metrics; plain numbers, kept in checkpoints.
+
+    loss, count, hits, seen: one entry per term of the objective, summed over all processes.
+    """
+
+    loss: list[float] = field(default_factory=list)
+    count: list[float] = field(default_factory=list)
+    hits: list[float] = field(default_factory=list)
+    seen: list[float] = field(default_factory=list)
+    padding: float = 0.0
+    steps: int = 0
+    skipped: int = 0
+
+    def add(self, sums: Sequence[Sequence[float]], padding: float) -> None:
+        """Add a step: sums = loss, count, hits, seen."""
+        for name, values in zip(("loss", "count", "hits", "seen"), sums, strict=True):
+            old = getattr(self, name) or [0.0] * len(values)
+            setattr(self, name, [a + b for a, b in zip(old, values, strict=True)])
+        self.padding += padding
+        self.steps += 1
+
+    def row(self, weights: Sequence[float]) -> dict[str, Any]:
+        """Means over the window; None where nothing was counted."""
+        terms = [_ratio(s, c) for s, c in zip(self.loss, self.count, strict=True)]
+        weighed = [w * t for w, t in zip(weights, terms, strict=False) if t is not None]
+        return {
+            "loss": sum(weighed) if weighed else None,
+            "loss_terms": terms,
+            "acceptance": acceptance(self.hits, self.seen),
+            "hits": [int(value) for value in self.hits],
+            "seen": [int(value) for value in self.seen],
+            "padding": _ratio(self.padding, self.steps),
+            "skipped": self.skipped,
+        }
+
+
+def acceptance(hits: Sequence[float], seen: Sequence[float]) -> list[float | None]:
+    """Share of anchors whose first guess was the target's own choice, per term."""
+    return [_ratio(h, s) for h, s in zip(hits, seen, strict=True)]
+
+
+def _ratio(total: float, count: float) -> float | None:
+    return total / count if count else None
+
+
+class MetricsFile:
+    """metrics.jsonl of a run: one JSON object a line, a row for each logged step."""
+
+    def __init__(self, run: Path, after: int) -> None:
+        """Continue behind step `after`: later rows (of steps that will run again) are dropped."""
+        self.path = run / METRICS
+        kept = [row for row in read_metrics(run) if row["step"] <= after]
+        atomic_write(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def append(self, row: dict[str, Any]) -> None:
+        with disk_errors(self.path), open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The rows of a run; a line that a killed process left unfinished is passed over."""
+    path = run / METRICS
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+class Stopwatch:
+    """Seconds since it was last read."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        passed, self._last = now - self._last, now
+        return passed

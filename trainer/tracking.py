@@ -1,0 +1,54 @@
+"""The accelerator and the trackers that run through it; metrics.jsonl is written without them."""
+
+from __future__ import annotations
+
+import netrc
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+
+from spectrain.core.errors import SpectrainError
+from spectrain.trainer.settings import TrainerSettings
+
+PROJECT = "spectrain"
+WANDB_HOST = "api.wandb.ai"
+
+
+def make_accelerator(settings: TrainerSettings, run: Path) -> Accelerator:
+    """The accelerator of this process. Raises SpectrainError for a tracker not installed."""
+    chosen = None if settings.tracker == "none" else settings.tracker
+    if chosen and chosen not in [str(name) for name in get_available_trackers()]:
+        raise SpectrainError(
+            f"tracker {chosen} is not installed",
+            where="--tracker",
+            fix=f"pip install {chosen}, or leave the tracker out: metrics.jsonl is always written",
+        )
+    return Accelerator(
+        mixed_precision=settings.mixed_precision, log_with=chosen, project_dir=str(run)
+    )
+
+
+def start_trackers(accelerator: Accelerator, identity: Mapping[str, Any], run: Path) -> None:
+    """Open the chosen tracker; wandb stays offline when nobody is logged in."""
+    wandb: dict[str, Any] = {"dir": str(run), "name": run.name}
+    if not _has_wandb_key() and "WANDB_MODE" not in os.environ:
+        wandb["mode"] = "offline"
+    # Trackers take plain values only.
+    plain = {
+        key: value if isinstance(value, (int, float, str, bool)) else str(value)
+        for key, value in identity.items()
+    }
+    accelerator.init_trackers(PROJECT, config=plain, init_kwargs={"wandb": wandb})
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators(WANDB_HOST) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
