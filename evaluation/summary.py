@@ -16,17 +16,15 @@ from spectrain.evaluation.bootstrap import Floats, intervals, ratio
 from spectrain.evaluation.walk import counted_steps, walk
 
 DEFINITIONS = {
-    "marginal": "mean over all anchors of the chance that the target accepts the draft at this "
-    "position, the text before it given: Σ min(p, q), at temperature 0 whether the argmaxes agree",
-    "conditional": "the same over the anchors where positions before were accepted, each weighted "
-    "by the chance of that given the text; at temperature 0 an anchor leaves once the text's token "
-    "is not the target's argmax",
-    "joint": "chance that this position and all before it are accepted: product of conditionals",
-    "tau": "tokens committed per target forward over the held-out replies, the target's own token "
-    "included, the prompt's forward with its first token excluded, nothing after the reply's end; "
-    "rule: greedy at temperature 0, else lossless sampling with drawn chains",
-    "tokens": "tokens the head cannot guess are counted as rejections",
-    "interval": "95 % bootstrap over conversations",
+    "marginal": "Σ min(p, q), at temperature 0 equal argmaxes; mean over all anchors",
+    "conditional": "the same, anchors weighted by P(positions before accepted | text)",
+    "joint": "P(this position and all before it accepted), product of conditionals",
+    "tau": "tokens per target forward, the target's own included; not counted: "
+    "the prompt's forward with its token, anything after the end of the reply",
+    "rule": "greedy at temperature 0 (an anchor leaves once the text's token is not "
+    "the target's argmax), else lossless sampling of a drawn chain",
+    "rejections": "include every token that the draft vocabulary lacks",
+    "interval": "95 %, bootstrap over conversations",
 }
 
 

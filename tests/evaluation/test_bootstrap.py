@@ -15,7 +15,7 @@ def tau(hits, size, seed=0):
 
 def test_covers():
     """400 worlds of 50 conversations whose rates and lengths differ: the 95 % interval holds the
-    truth in 90–98 % (the percentile bootstrap is a little narrow; of 94 % this is 3.4 standard errors
+    truth in 90–98 % (the percentile bootstrap is a little narrow; that is 3.4 standard errors of 94 %
     either way)."""
     random = np.random.default_rng(1)
     inside = 0

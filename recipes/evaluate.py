@@ -1,0 +1,174 @@
+"""`spectrain eval-alpha`: teacher-forced acceptance and τ of a head on the rows of a store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from spectrain.core.config import Config
+from spectrain.core.errors import SpectrainError
+from spectrain.core.files import atomic_write
+from spectrain.core.progress import progress
+from spectrain.core.target import Target
+from spectrain.data.shard import RowInfo
+from spectrain.data.store import FeatureStore
+from spectrain.evaluation.alpha import acceptance
+from spectrain.evaluation.plot import draw
+from spectrain.evaluation.report import show
+from spectrain.evaluation.summary import DEFINITIONS, Conversation, by_domain, summarise
+from spectrain.heads.base import DraftHead
+from spectrain.heads.io import check_target, load_head
+
+PLOT = "alpha.png"
+_BATCH_TOKENS = 2048  # padded tokens of a batch, unless one row alone is longer
+_BATCH_LOGITS = 1 << 26  # target logits kept for a batch: padded tokens × draft vocabulary
+
+
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+class EvalConfig(Config):
+    """Settings of `eval-alpha`."""
+
+    target: str = Field("smollm2-135m", description="target: embedded name, folder or hub id")
+    store: Path = Field(description="feature store that `prepare` wrote")
+    head: Path = Field(description="folder of the trained head")
+    split: Literal["heldout", "train"] = Field("heldout", description="rows to measure on")
+    temperature: Annotated[list[float], BeforeValidator(_as_list)] = Field(
+        [0.0, 1.0], description="temperatures of target and draft; 0 is greedy"
+    )
+    max_draft: int | None = Field(
+        None, ge=1, le=64, description="longest draft in tokens; default: the head's own steps"
+    )
+    seed: int = Field(0, ge=0, description="seed of the bootstrap")
+    out: Path = Field(Path("runs/eval"), description="folder for the plot")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="number type of target and head; auto: float32 on a CPU"
+    )
+
+    @field_validator("temperature")
+    @classmethod
+    def _each_once_from_zero(cls, value: list[float]) -> list[float]:
+        if not value or min(value) < 0 or len(set(value)) < len(value):
+            raise ValueError("give one or more different temperatures, each 0 or more")
+        return value
+
+
+def run(config: EvalConfig) -> dict[str, Any]:
+    """Measure, print the tables, write the plot; returns the report as plain JSON values."""
+    store = FeatureStore.open(config.store)
+    head = load_head(config.head)
+    rows = store.rows(config.split)
+    target = Target.load(config.target, dtype=config.dtype)
+    store.require_target(target.fingerprint)
+    check_target(head, target, str(config.head))
+    _require_features(head, store)
+    head.bind(target.readout).to(target.device, target.dtype)
+
+    steps = config.max_draft or head.config.steps
+    used = {t: _rows_for(t, rows) for t in config.temperature}
+    measured = _measure(target, head, store, used, steps)
+    if not any(found.replies for group in measured.values() for found in group):
+        raise SpectrainError(
+            f"no {config.split} row has a reply of two tokens or more, so nothing can be measured",
+            where=str(config.store),
+            fix="prepare a store with more conversations",
+        )
+    report = {
+        "target": target.name,
+        "head": str(config.head),
+        "store": str(config.store),
+        "split": config.split,
+        "max_draft": steps,
+        "seed": config.seed,
+        "temperatures": [
+            {
+                "temperature": temperature,
+                "note": _note(temperature, used[temperature]),
+                **summarise(conversations, steps, config.seed),
+                "domains": by_domain(conversations, steps, config.seed),
+            }
+            for temperature, conversations in measured.items()
+        ],
+        "definitions": DEFINITIONS,
+        "plot": str(config.out / PLOT),
+    }
+    show(report)
+    atomic_write(config.out / PLOT, draw(report))
+    return report
+
+
+def _measure(
+    target: Target,
+    head: DraftHead,
+    store: FeatureStore,
+    used: dict[float, list[RowInfo]],
+    steps: int,
+) -> dict[float, list[Conversation]]:
+    """Conversations of each temperature; a row used at several of them is read once."""
+    wanted: dict[int, tuple[float, ...]] = {}
+    by_index: dict[int, RowInfo] = {}
+    for temperature, rows in used.items():
+        for row in rows:
+            wanted[row.index] = (*wanted.get(row.index, ()), temperature)
+            by_index[row.index] = row
+    budget = min(_BATCH_TOKENS, _BATCH_LOGITS // head.config.draft_vocab_size)
+    found: dict[float, dict[int, Conversation]] = {temperature: {} for temperature in used}
+    with progress(len(wanted), "measure acceptance", "rows") as bar:
+        for temperatures in sorted(set(wanted.values())):
+            group = [by_index[index] for index, ts in wanted.items() if ts == temperatures]
+            for part in _by_length(group, budget):
+                batch = store.batch(part).to(target.device, target.dtype)
+                results = acceptance(target, head, batch, steps, temperatures)
+                for temperature, replies in zip(temperatures, results, strict=True):
+                    for row, own in zip(part, replies, strict=True):
+                        found[temperature][row.index] = Conversation(row.domain or "other", own)
+                bar.update(len(part))
+    # In the store's order, so that the bootstrap does not depend on how rows were batched.
+    return {t: [found[t][row.index] for row in used[t]] for t in used}
+
+
+def _by_length(rows: list[RowInfo], budget: int) -> Iterator[list[RowInfo]]:
+    """Rows of similar length together, at most `budget` padded tokens each (or one row)."""
+    part: list[RowInfo] = []
+    for row in sorted(rows, key=lambda row: (row.length, row.index)):
+        if part and (len(part) + 1) * row.length > budget:
+            yield part
+            part = []
+        part.append(row)
+    if part:
+        yield part
+
+
+def _rows_for(temperature: float, rows: list[RowInfo]) -> list[RowInfo]:
+    """Rows whose reply was sampled at this temperature; all of them when there is none."""
+    return [row for row in rows if row.temperature == temperature] or rows
+
+
+def _note(temperature: float, rows: list[RowInfo]) -> str | None:
+    """What the reader must know when the text was not written at the temperature measured."""
+    if all(row.temperature == temperature for row in rows):
+        return None
+    counts = Counter("unknown" if r.temperature is None else f"{r.temperature:g}" for r in rows)
+    where = ", ".join(f"{name} ({count} rows)" for name, count in sorted(counts.items()))
+    return (
+        f"replies sampled at {where}, not at {temperature:g}: the numbers are teacher-forced on "
+        "text the target would not have written at this temperature"
+    )
+
+
+def _require_features(head: DraftHead, store: FeatureStore) -> None:
+    """Refuse auxiliary states of other layers than the head was trained on."""
+    needed = list(head.needs.aux_layers)
+    captured = list(store.manifest["settings"].get("aux_layers") or ())
+    if needed and needed != captured:
+        raise SpectrainError(
+            f"the store holds outputs of layers {captured}, the head reads {needed}",
+            where=str(store.path),
+            fix="prepare a store with the head's layers",
+        )
