@@ -26,10 +26,10 @@ Target = Annotated[
     typer.Option(metavar="NAME", help="Target model: smollm2-135m, a model folder or a hub id."),
 ]
 Store = Annotated[
-    str | None, typer.Option(metavar="FOLDER", help="Feature store folder, made by prepare.")
+    str | None, typer.Option(metavar="FOLDER", help="Feature store, written by prepare.")
 ]
 Head = Annotated[
-    str | None, typer.Option(metavar="FOLDER", help="Trained head: the folder train-eagle wrote.")
+    str | None, typer.Option(metavar="FOLDER", help="Trained head: OUT/head of train-eagle.")
 ]
 Out = Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder to write to.")]
 Prompts = Annotated[
@@ -65,10 +65,10 @@ def root(
 
     \b
     The usual way, each command reading what the one before it wrote:
-      spectrain prepare --prompts prompts.jsonl --out runs/store
-      spectrain train-eagle --store runs/store --out runs/head
-      spectrain eval-alpha --store runs/store --head runs/head
-      spectrain generate --head runs/head --prompt "Why is the sky blue?"
+      spectrain prepare --prompts prompts.jsonl --store runs/store
+      spectrain train-eagle --store runs/store --out runs/train
+      spectrain eval-alpha --store runs/store --head runs/train/head
+      spectrain generate --head runs/train/head --prompt "Why is the sky blue?"
     """
     if version:
         typer.echo(spectrain.__version__)
@@ -79,13 +79,13 @@ def root(
 def prepare(
     target: Target = None,
     prompts: Prompts = None,
-    out: Out = None,
-    temperature: Temperatures = None,
+    store: Store = None,
+    temperature: Temperature = None,
     max_new_tokens: MaxNewTokens = None,
     heldout: Annotated[
-        float | None, typer.Option(help="Share of conversations kept for eval-alpha, 0 to 1.")
+        float | None, typer.Option(help="Share of prompts kept for eval-alpha, below 1.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Use only the first N conversations.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only so many conversations.")] = None,
     seed: Seed = None,
     config: ConfigFile = None,
     set_: Overrides = None,
@@ -95,13 +95,13 @@ def prepare(
 
     \b
     Example:
-      spectrain prepare --prompts prompts.jsonl --out runs/store --limit 50
+      spectrain prepare --prompts prompts.jsonl --store runs/store --limit 50
     """
     flags = {
         "target": target,
         "prompts": prompts,
-        "out": out,
-        "temperature": _split(temperature),
+        "store": store,
+        "temperature": temperature,
         "max_new_tokens": max_new_tokens,
         "heldout": heldout,
         "limit": limit,
@@ -115,12 +115,12 @@ def train_eagle(
     target: Target = None,
     store: Store = None,
     out: Out = None,
-    version: Annotated[int | None, typer.Option(help="Which EAGLE to train (3).")] = None,
+    version: Annotated[int | None, typer.Option(help="Which EAGLE to train; 3 by default.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows in each step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Conversations in each step.")] = None,
     tracker: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Metrics also go to: wandb or tensorboard.")
+        str | None, typer.Option(metavar="NAME", help="Metrics also go to wandb or tensorboard.")
     ] = None,
     seed: Seed = None,
     config: ConfigFile = None,
@@ -131,9 +131,9 @@ def train_eagle(
 
     \b
     Examples:
-      spectrain train-eagle --store runs/store --out runs/head --steps 400
+      spectrain train-eagle --store runs/store --out runs/train --steps 400
       accelerate launch --num_processes 2 --cpu -m spectrain \\
-          train-eagle --store runs/store --out runs/head
+          train-eagle --store runs/store --out runs/train
     """
     flags = {
         "target": target,
@@ -168,7 +168,7 @@ def eval_alpha(
 
     \b
     Example:
-      spectrain eval-alpha --store runs/store --head runs/head \\
+      spectrain eval-alpha --store runs/store --head runs/train/head \\
           --temperature 0,1 --json alpha.json
     """
     flags = {
@@ -212,7 +212,7 @@ def generate(
     \b
     Examples:
       spectrain generate --prompt "Why is the sky blue?"
-      spectrain generate --head runs/head --prompts prompts.jsonl --compare
+      spectrain generate --head runs/train/head --prompts prompts.jsonl --compare
     """
     flags = {
         "target": target,
@@ -295,7 +295,3 @@ def main() -> None:
     """Entry point of the console script."""
     environment.settle()  # before anything imports torch
     app()
-
-
-if __name__ == "__main__":
-    main()
