@@ -93,10 +93,20 @@ def converted(model: Embedded) -> Path:
     with _lock(model.folder.with_suffix(".lock")):
         # another process may have made it while this one waited
         if not model.cached:
+            _sweep(model)
             require_free(model.folder, model.size)
-            with tempfile.TemporaryDirectory(dir=model.folder.parent, prefix=".fetch-") as scratch:
+            with tempfile.TemporaryDirectory(
+                dir=model.folder.parent, prefix=f".fetch-{model.name}-"
+            ) as scratch:
                 _convert(model, Path(scratch))
     return model.folder
+
+
+def _sweep(model: Embedded) -> None:
+    """Remove what a killed process left; whoever holds the lock knows that nobody works there."""
+    for pattern in (f".fetch-{model.name}-*", f".{model.name}.*.tmp"):
+        for stale in model.folder.parent.glob(pattern):
+            shutil.rmtree(stale, ignore_errors=True)
 
 
 @contextmanager

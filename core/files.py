@@ -120,7 +120,10 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _replace_folder(new: Path, path: Path) -> None:
-    """Rename `new` to `path`; an old folder goes aside first, for it cannot be overwritten."""
+    """Rename `new` to `path`; an old folder goes aside first, for it cannot be overwritten.
+
+    A kill between the two renames loses no data, only the name: both lie beside `path`.
+    """
     if not path.is_dir():
         os.rename(new, path)
         return

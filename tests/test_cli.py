@@ -1,4 +1,4 @@
-"""The command line: flags reach the recipes, reports reach people and files, failures take a line."""
+"""Flags reach the recipes, reports reach people and files, every failure is one line."""
 
 from __future__ import annotations
 

@@ -79,6 +79,15 @@ def test_installed_package_is_converted_once(small_package, unpacked, monkeypatc
     assert sorted(p.name for p in (cache / "targets").iterdir()) == ["small", "small.lock"]
 
 
+def test_leftovers_of_a_killed_conversion_go(small_package, unpacked, monkeypatch, cache):
+    _, gguf = small_package
+    monkeypatch.syspath_prepend(str(gguf.parent.parent))
+    for name in (".fetch-small-x1", ".small.123-abc.tmp", "other"):
+        (cache / "targets" / name).mkdir(parents=True)
+    models.resolve("small")
+    assert {p.name for p in (cache / "targets").iterdir()} == {"small", "small.lock", "other"}
+
+
 def test_failed_conversion_leaves_nothing(small_package, monkeypatch, cache):
     _, gguf = small_package
     monkeypatch.syspath_prepend(str(gguf.parent.parent))
