@@ -1,0 +1,148 @@
+"""`eval-alpha` on a small store of the tiny target: the report, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from spectrain.core.config import load_config
+from spectrain.core.errors import SpectrainError
+from spectrain.data.capture import capture
+from spectrain.data.shard import Row
+from spectrain.data.writer import StoreWriter
+from spectrain.heads.eagle3 import Eagle3Head, Eagle3Options
+from spectrain.heads.io import save_head
+from spectrain.recipes.evaluate import EvalConfig, run
+
+SHAPES = [(3, 9, 0.0, "code"), (2, 5, 0.0, "chat"), (4, 12, 1.0, "code"), (1, 7, None, None)]
+
+
+def make_store(path, target, shapes=SHAPES, layers=(0, 2, 3)):
+    """Held-out rows of random tokens: (prompt length, reply length, temperature, domain)."""
+    random = torch.Generator().manual_seed(0)
+    rows = [
+        Row(
+            id=f"{place:016x}",
+            split="heldout",
+            tokens=torch.randint(3, 380, (before + size,), dtype=torch.int32, generator=random),
+            reply=torch.tensor([0] * before + [1] * size, dtype=torch.int16),
+            domain=domain,
+            temperature=temperature,
+        )
+        for place, (before, size, temperature, domain) in enumerate(shapes)
+    ]
+    settings = {
+        "dtype": "float32",
+        "aux_layers": list(layers),
+        "target": {"fingerprint": target.fingerprint},
+    }
+    with StoreWriter.claim(path, settings, {"target": target.name}) as writer:
+        found = dict(capture(target, rows, layers, torch.float32, 64))
+        writer.write_shard(0, "all", [(found[n].row, found[n].states) for n in range(len(rows))])
+        writer.finish(1)
+    return path
+
+
+@pytest.fixture
+def settings(tiny, tiny_path, tmp_path, monkeypatch):
+    """Flags of a run over a store and an untrained head; paths are of this test alone."""
+    monkeypatch.setenv("SPECTRAIN_QUIET", "1")
+    torch.manual_seed(0)
+    options = Eagle3Options(steps=3, draft_vocab_size=200, aux_layers=(0, 2, 3))
+    head = Eagle3Head.create(options, tiny, torch.ones(tiny.vocab_size, dtype=torch.int64))
+    save_head(head, tmp_path / "head")
+    return {
+        "target": str(tiny_path),
+        "store": str(make_store(tmp_path / "store", tiny)),
+        "head": str(tmp_path / "head"),
+        "out": str(tmp_path / "out"),
+    }
+
+
+def evaluate(settings, **changes):
+    return run(load_config(EvalConfig, "eval", flags=settings | changes))
+
+
+def test_report(settings, tmp_path, capsys):
+    report = evaluate(settings)
+    json.dumps(report, allow_nan=False)
+    assert (tmp_path / "out" / "alpha.png").read_bytes().startswith(b"\x89PNG")
+    greedy, sampled = report["temperatures"]
+    assert [greedy["temperature"], sampled["temperature"]] == [0, 1]
+    # Rows count at the temperature their reply was sampled at, and at no other.
+    assert (greedy["conversations"], sampled["conversations"]) == (2, 1)
+    assert greedy["note"] is sampled["note"] is None
+    assert [p["anchors"] for p in greedy["positions"]] == [8 + 4, 7 + 3, 6 + 2]
+    assert greedy["tokens"] == 8 + 4
+    assert [row["draft"] for row in greedy["tau"]] == [1, 2, 3]
+    assert list(greedy["domains"]) == ["chat", "code"]
+    for row in sampled["positions"]:
+        assert 0 < row["marginal"]["value"] < 1
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    for word in ("temperature 0", "conditional", "τ", "chat", "bootstrap over conversations"):
+        assert word in shown
+
+
+def test_no_row_at_this_temperature(settings):
+    """All rows are used, and the report says what they are."""
+    (measured,) = evaluate(settings, temperature=0.5)["temperatures"]
+    assert measured["conversations"] == 4
+    for part in ("0 (2 rows)", "1 (1 rows)", "unknown (1 rows)", "not at 0.5"):
+        assert part in measured["note"]
+    assert list(measured["domains"]) == ["chat", "code", "other"]
+
+
+def test_batches_and_rerun_change_nothing(settings, monkeypatch):
+    """One row at a time gives the same numbers, and a rerun the same report to the last digit."""
+    first = evaluate(settings, temperature=[0.5, 1.0])
+    assert evaluate(settings, temperature=[0.5, 1.0]) == first
+    monkeypatch.setattr("spectrain.recipes.evaluate._BATCH_TOKENS", 1)
+    single = evaluate(settings, temperature=[0.5, 1.0])
+    for left, right in zip(first["temperatures"], single["temperatures"], strict=True):
+        for one, other in zip(left["positions"], right["positions"], strict=True):
+            assert one["marginal"] == pytest.approx(other["marginal"], abs=1e-5)
+        for one, other in zip(left["tau"], right["tau"], strict=True):
+            assert one["value"] == pytest.approx(other["value"], abs=1e-5)
+            assert one["low"] == pytest.approx(other["low"], abs=1e-5)
+
+
+def test_max_draft(settings):
+    (measured,) = evaluate(settings, temperature=1, max_draft=2)["temperatures"]
+    assert len(measured["positions"]) == len(measured["tau"]) == 2
+
+
+@pytest.mark.parametrize("temperature", [[], [-1], [1, 1.0], "warm", float("nan")])
+def test_bad_temperature(settings, temperature):
+    with pytest.raises(SpectrainError, match="temperature"):
+        load_config(EvalConfig, "eval", flags=settings | {"temperature": temperature})
+
+
+def test_nothing_to_measure(settings, tiny, tmp_path):
+    """One-token replies hold no anchor; a split may be empty: a clear line, no table of dashes."""
+    with pytest.raises(SpectrainError, match="no train row has a reply of two tokens"):
+        evaluate(settings, split="train")
+    short = make_store(tmp_path / "short", tiny, [(3, 1, 0.0, None)])
+    with pytest.raises(SpectrainError, match="no heldout row"):
+        evaluate(settings, store=str(short))
+
+
+def test_other_layers(settings, tiny, tmp_path):
+    """Auxiliary states of other layers have the same shape; only the store's settings tell."""
+    other = make_store(tmp_path / "other", tiny, layers=(0, 1, 2))
+    with pytest.raises(SpectrainError, match=r"layers \[0, 1, 2\].*\[0, 2, 3\]"):
+        evaluate(settings, store=str(other))
+
+
+def test_another_target(settings, tmp_path):
+    """Store and head of one target are refused with another, before anything is measured."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(settings["target"])
+    torch.nn.init.normal_(model.get_input_embeddings().weight)
+    model.save_pretrained(tmp_path / "changed")
+    AutoTokenizer.from_pretrained(settings["target"]).save_pretrained(tmp_path / "changed")
+    with pytest.raises(SpectrainError, match="not of this target"):
+        evaluate(settings, target=str(tmp_path / "changed"))
