@@ -99,3 +99,17 @@ def build_rows(
     return sorted(
         rows, key=lambda row: (row.id, -1 if row.temperature is None else row.temperature)
     )
+
+
+def count_rows(kept: list[dict], fates: Counter[str]) -> dict:
+    """Rows and tokens of the facts `kept` by split, and what happened to the rest, by reason."""
+    counts: dict = {"rows": {}, "supervised_tokens": {}, "tokens": {}}
+    for split in ("train", "heldout"):
+        rows = [row for row in kept if row["split"] == split]
+        counts["rows"][split] = len(rows)
+        counts["tokens"][split] = sum(row["length"] for row in rows)
+        counts["supervised_tokens"][split] = sum(row["supervised"] for row in rows)
+    counts["truncated"] = sum(row["truncated"] for row in kept)
+    counts["length_stopped"] = sum(row["finish"] == "length" for row in kept)
+    counts["dropped"] = dict(sorted(fates.items()))
+    return counts

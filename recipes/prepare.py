@@ -23,7 +23,7 @@ from spectrain.core.target import Target
 from spectrain.data.capture import capture, check_logits
 from spectrain.data.conversations import Conversation, read_conversations
 from spectrain.data.replies import Answer, Question, Sampling, answer, plan_units
-from spectrain.data.rows import build_rows, questions_for, source_hash
+from spectrain.data.rows import build_rows, count_rows, questions_for, source_hash
 from spectrain.data.shard import DTYPES, Row, bytes_needed, key_of, plan_shards
 from spectrain.data.tokenise import rendering, require_template
 from spectrain.data.writer import REPLIES, StoreWriter
@@ -141,7 +141,7 @@ def run(config: PrepareConfig) -> dict:
                 fates.update(shard["dropped"])
             kept = [row for shard in facts for row in shard["rows"]]
             _require_some(kept, fates, config)
-            manifest = writer.finish(len(facts), _counts(kept, fates))
+            manifest = writer.finish(len(facts), count_rows(kept, fates))
     return _report(config, manifest, clock, answered, captured)
 
 
@@ -265,20 +265,6 @@ def _require_some(rows: list, fates: Counter, config: PrepareConfig) -> None:
             where=str(config.prompts),
             fix="mend the source or the settings that drop its rows",
         )
-
-
-def _counts(kept: list[dict], fates: Counter) -> dict:
-    """Rows and supervised tokens by split, and what happened to the rest."""
-    counts: dict = {"rows": {}, "supervised_tokens": {}, "tokens": {}}
-    for split in ("train", "heldout"):
-        rows = [row for row in kept if row["split"] == split]
-        counts["rows"][split] = len(rows)
-        counts["tokens"][split] = sum(row["length"] for row in rows)
-        counts["supervised_tokens"][split] = sum(row["supervised"] for row in rows)
-    counts["truncated"] = sum(row["truncated"] for row in kept)
-    counts["length_stopped"] = sum(row["finish"] == "length" for row in kept)
-    counts["dropped"] = dict(sorted(fates.items()))
-    return counts
 
 
 def _report(

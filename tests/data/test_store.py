@@ -1,0 +1,288 @@
+"""The store: what is read is what was written, and anything else is one clear line."""
+
+import errno
+import json
+import shutil
+
+import pytest
+import torch
+from fake_rows import SETTINGS, random_row
+
+from spectrain.core import files
+from spectrain.core.batch import predicting
+from spectrain.core.errors import RunFailed, SpectrainError
+from spectrain.data.store import FeatureStore
+from spectrain.data.writer import StoreWriter
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def test_batch_gives_back_what_was_written(store_path, pairs):
+    """Every row, in a batch across shards: features on their positions, zeros and −1 elsewhere."""
+    store = FeatureStore.open(store_path, verify=True)
+    rows = store.rows("heldout") + store.rows("train")
+    batch = store.batch(rows)
+    assert batch.tokens.shape == (6, 30)
+    for place, info in enumerate(rows):
+        row, states = pairs[info.index]
+        where = predicting(row.reply.long())
+        n = len(row.tokens)
+        assert info.id == row.id
+        assert (info.length, info.supervised) == (n, row.supervised)
+        assert torch.equal(batch.tokens[place, :n], row.tokens.long())
+        assert torch.equal(batch.reply[place, :n], row.reply.long())
+        assert torch.equal(batch.aux[place, :n], states.aux)
+        assert torch.equal(batch.last[place, :n][where], states.last)
+        assert torch.equal(batch.argmax[place, :n][where], states.argmax.long())
+        assert not batch.last[place, :n][~where].any()
+        assert (batch.argmax[place, :n][~where] == -1).all()
+        for padded in (batch.tokens, batch.reply, batch.aux, batch.last):
+            assert not padded[place, n:].any()
+        argmax, logprob, lognorm = store.teacher(info)
+        assert torch.equal(argmax, states.argmax.long())
+        assert torch.equal(logprob, states.logprob)
+        assert torch.equal(lognorm, states.lognorm)
+
+
+def test_rows_of_a_split_keep_their_order(store_path):
+    store = FeatureStore.open(store_path)
+    assert [row.index for row in store.rows("train")] == [0, 1, 3, 4]
+    assert [row.index for row in store.rows("heldout")] == [2, 5]
+
+
+def test_counts_are_of_supervised_tokens_of_the_split(store_path, pairs):
+    store = FeatureStore.open(store_path)
+    expected = torch.zeros(60, dtype=torch.int64)
+    for row, _ in pairs:
+        if row.split == "train":
+            for token in row.tokens[row.reply > 0].tolist():
+                expected[token] += 1
+    assert torch.equal(store.token_counts("train", 60), expected)
+
+
+def test_features_are_rounded_once_to_the_type_of_the_store(tmp_path, pairs):
+    with StoreWriter.claim(tmp_path / "s", SETTINGS | {"dtype": "bfloat16"}) as writer:
+        writer.write_shard(0, "k", pairs)
+        writer.finish(1)
+    store = FeatureStore.open(tmp_path / "s")
+    batch = store.batch(store.rows("train")[:1])
+    assert batch.aux.dtype == batch.last.dtype == torch.bfloat16
+    assert torch.equal(batch.aux[0], pairs[0][1].aux.bfloat16())
+
+
+def test_store_without_auxiliary_states(tmp_path, pairs):
+    bare = [(row, type(s)(None, s.last, s.argmax, s.logprob, s.lognorm)) for row, s in pairs]
+    with StoreWriter.claim(tmp_path / "s", SETTINGS) as writer:
+        writer.write_shard(0, "k", bare)
+        writer.finish(1)
+    store = FeatureStore.open(tmp_path / "s")
+    assert store.batch(store.rows("train")).aux is None
+
+
+def test_target_is_required(store_path):
+    """Features of another target are refused, naming both."""
+    store = FeatureStore.open(store_path)
+    store.require_target(SETTINGS["target"]["fingerprint"])
+    with pytest.raises(SpectrainError, match=r"of a target \(feedbeefcafe0123\).*\(other\)"):
+        store.require_target("other")
+
+
+# ── damage ───────────────────────────────────────────────────────────────────
+
+
+def read_all(path):
+    store = FeatureStore.open(path)
+    return store.batch(store.rows("train") + store.rows("heldout"))
+
+
+def test_flipped_byte_is_found_before_its_shard_is_used(store_path):
+    """Lazily: a batch of the other shard still comes; with verify=True opening already fails."""
+    file = store_path / "shard-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    store = FeatureStore.open(store_path)
+    store.batch(store.rows("train")[:2])
+    with pytest.raises(SpectrainError, match=r"shard-00001\.safetensors: damaged"):
+        store.batch(store.rows("train"))
+    with pytest.raises(SpectrainError, match="damaged"):
+        FeatureStore.open(store_path, verify=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("shard-00000.safetensors", lambda data: data[:-10], "truncated: "),
+        ("shard-00000.safetensors", lambda data: b"", "truncated: 0 bytes"),
+        ("shard-00000.safetensors", None, "missing from the store"),
+        ("shard-00001.json", lambda data: data.replace(b"chat", b"code"), "damaged"),
+        ("shard-00001.json", None, "missing from the store"),
+        ("manifest.json", lambda data: data[:50], "not valid JSON"),
+        ("manifest.json", lambda data: b"{}", "not the manifest"),
+        (
+            "manifest.json",
+            lambda data: data.replace(b'"format": 1', b'"format": 9'),
+            "store format 9, this version reads format 1",
+        ),
+        (
+            "manifest.json",
+            lambda data: data.replace(b'"complete": true', b'"complete": false'),
+            "incomplete",
+        ),
+        ("manifest.json", None, "no feature store here"),
+    ],
+)
+def test_damage_is_one_line_that_names_the_file(store_path, name, change, message):
+    file = store_path / name
+    if change is None:
+        file.unlink()
+    else:
+        file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(SpectrainError, match=message) as caught:
+        read_all(store_path)
+    assert "\n" not in str(caught.value)
+    assert str(store_path) in str(caught.value)
+
+
+# ── continuing ───────────────────────────────────────────────────────────────
+
+
+def test_other_settings_are_refused_by_name(store_path):
+    """Case 14: the first setting that differs, both values, and how to mend; nothing is lost."""
+    before = {file.name: file.read_bytes() for file in store_path.iterdir()}
+    other = SETTINGS | {"max_length": 128}
+    with (
+        pytest.raises(SpectrainError, match=r"max_length = 64, now it is 128.*--overwrite"),
+        StoreWriter.claim(store_path, other),
+    ):
+        pass
+    changed = SETTINGS | {"target": SETTINGS["target"] | {"fingerprint": "new"}}
+    with (
+        pytest.raises(SpectrainError, match=r"target\.fingerprint = 'feed"),
+        StoreWriter.claim(store_path, changed),
+    ):
+        pass
+    assert before == {file.name: file.read_bytes() for file in store_path.iterdir()}
+
+
+def test_overwrite_starts_anew(store_path):
+    with StoreWriter.claim(store_path, SETTINGS | {"max_length": 128}, overwrite=True) as writer:
+        assert writer.shard(0, "first") is None
+    with pytest.raises(SpectrainError, match="incomplete"):
+        FeatureStore.open(store_path)
+
+
+def test_finished_shards_are_known_by_key_and_checksum(store_path):
+    """A shard of other rows, or a damaged one, is captured again."""
+    with StoreWriter.claim(store_path, SETTINGS) as writer:
+        assert writer.shard(0, "first") is not None
+        assert writer.shard(0, "other rows") is None
+        assert writer.shard(7, "first") is None
+        file = store_path / "shard-00001.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        assert writer.shard(1, "second") is None
+
+
+def test_leftovers_of_a_killed_run_are_removed(store_path):
+    (store_path / "replies").mkdir()
+    left = [store_path / ".shard-00002.safetensors.9-ab.tmp", store_path / "replies/.u.json.9.tmp"]
+    for file in left:
+        file.write_bytes(b"half")
+    with StoreWriter.claim(store_path, SETTINGS):
+        assert not any(file.exists() for file in left)
+
+
+def test_shards_beyond_the_last_one_are_removed(store_path, pairs):
+    with StoreWriter.claim(store_path, SETTINGS) as writer:
+        writer.write_shard(0, "all", pairs)
+        writer.finish(1)
+    assert sorted(f.name for f in store_path.glob("shard-*")) == [
+        "shard-00000.json",
+        "shard-00000.safetensors",
+    ]
+    assert len(read_all(store_path).tokens) == 6
+
+
+def test_a_folder_of_other_things_is_not_touched(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    for overwrite in (False, True):
+        with (
+            pytest.raises(SpectrainError, match="not empty and holds no feature store"),
+            StoreWriter.claim(tmp_path, SETTINGS, overwrite=overwrite),
+        ):
+            pass
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_second_process_is_kept_out(store_path):
+    with (
+        StoreWriter.claim(store_path, SETTINGS),
+        pytest.raises(SpectrainError, match="another process"),
+        StoreWriter.claim(store_path, SETTINGS),
+    ):
+        pass
+    with StoreWriter.claim(store_path, SETTINGS):
+        pass
+
+
+def test_same_rows_give_the_same_bytes(tmp_path, store_path, pairs):
+    with StoreWriter.claim(tmp_path / "again", SETTINGS, {"target": "a target"}) as writer:
+        writer.write_shard(0, "first", pairs[:4])
+        writer.write_shard(1, "second", pairs[4:])
+        writer.finish(2)
+    for file in store_path.iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_disk_full_leaves_an_incomplete_store_that_goes_on(tmp_path, pairs, monkeypatch):
+    """Case 16: at the second shard the disk is full; the first stays, and a rerun ends well."""
+    path = tmp_path / "store"
+    real = files.os.fsync
+    calls = []
+
+    def full(handle):
+        calls.append(handle)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with StoreWriter.claim(path, SETTINGS) as writer:
+        writer.write_shard(0, "first", pairs[:4])
+        monkeypatch.setattr(files.os, "fsync", full)
+        with pytest.raises(RunFailed, match="disk full"):
+            writer.write_shard(1, "second", pairs[4:])
+    assert calls
+    monkeypatch.setattr(files.os, "fsync", real)
+    assert sorted(f.name for f in path.iterdir()) == [
+        ".lock",
+        "manifest.json",
+        "shard-00000.json",
+        "shard-00000.safetensors",
+    ]
+    with pytest.raises(SpectrainError, match="incomplete"):
+        FeatureStore.open(path)
+    with StoreWriter.claim(path, SETTINGS) as writer:
+        assert writer.shard(0, "first") is not None
+        writer.write_shard(1, "second", pairs[4:])
+        writer.finish(2)
+    assert len(read_all(path).tokens) == 6
+
+
+def test_space_is_asked_for_first(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage._replace(free=10))
+    with StoreWriter.claim(tmp_path / "s", SETTINGS) as writer:
+        with pytest.raises(RunFailed, match="needed"):
+            writer.require_space(1000)
+        writer.require_space(10)
+
+
+def test_shard_whose_rows_were_all_dropped(tmp_path):
+    """It is written, empty, so that a rerun knows it; opening skips it."""
+    with StoreWriter.claim(tmp_path / "s", SETTINGS) as writer:
+        writer.write_shard(0, "a", [], {"states-not-finite": 2})
+        writer.write_shard(1, "b", [random_row(1, 8)])
+        writer.finish(2)
+        assert json.loads((tmp_path / "s/shard-00000.json").read_text())["dropped"] == {
+            "states-not-finite": 2
+        }
+    store = FeatureStore.open(tmp_path / "s", verify=True)
+    assert store.batch(store.rows("train")).tokens.shape == (1, 8)

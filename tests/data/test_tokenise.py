@@ -1,0 +1,231 @@
+"""The mask: supervised tokens are exactly what the target says after its generation prompt."""
+
+import copy
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from spectrain.core.errors import SpectrainError
+from spectrain.data.conversations import Conversation
+from spectrain.data.tokenise import (
+    Refused,
+    answered_row,
+    given_row,
+    prompt_ids,
+    rendering,
+    require_template,
+)
+
+
+def talk(*texts, system=None, **more):
+    """user, assistant, user, … from texts."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return Conversation(id="i" * 16, prompt_id="p" * 16, messages=tuple(messages), **more)
+
+
+def tokenised(tokenizer, conversation, max_length=10_000):
+    stop_ids = (tokenizer.eos_token_id,)
+    return given_row(tokenizer, stop_ids, conversation, split="train", max_length=max_length)
+
+
+def replies(tokenizer, row):
+    """Decoded text of each reply of a row."""
+    numbers = sorted(set(row.reply.tolist()) - {0})
+    return [tokenizer.decode(row.tokens[row.reply == number]) for number in numbers]
+
+
+def with_template(tokenizer, template):
+    changed = copy.copy(tokenizer)
+    changed.chat_template = template
+    return changed
+
+
+# Any text that holds none of the template's own special tokens; surrogates are refused earlier.
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+said = texts.filter(lambda text: text.strip())
+
+
+@settings(max_examples=150, deadline=None)
+@given(turns=st.lists(st.tuples(texts, said), min_size=1, max_size=4), system=st.none() | texts)
+@example(turns=[("", "\n\nx\n\n")], system=None)
+@example(turns=[("hi", "👩‍👩‍👧 ok"), ("", "  two  spaces "), ("a\n", "\nb")], system="")
+@example(turns=[("x", "\x00")], system=None)
+def test_supervised_text_is_the_reply_and_its_end(tokenizer, turns, system):
+    """For any text, several turns, emoji, empty strings: decoded supervised tokens = replies +
+    end-of-turn; the tokens before each reply are those of the prompt read alone."""
+    conversation = talk(*[text for turn in turns for text in turn], system=system)
+    row = tokenised(tokenizer, conversation)
+    assert replies(tokenizer, row) == [reply + "<|im_end|>" for _, reply in turns]
+    messages = list(conversation.messages)
+    for number, (_, reply) in enumerate(turns, 1):
+        start = (row.reply == number).nonzero()[0].item()
+        place = 2 * number - 1 + (system is not None)
+        assert messages[place]["content"] == reply
+        prompt = tokenizer.apply_chat_template(
+            messages[:place], add_generation_prompt=True, tokenize=False
+        )
+        assert tokenizer.decode(row.tokens[:start]) == prompt
+    first = (row.reply > 0).nonzero()[0].item()
+    asked = Conversation("", "", conversation.messages[: 1 + (system is not None)])
+    assert row.tokens[:first].tolist() == prompt_ids(tokenizer, asked, 10_000)
+    assert row.reply[-1] == len(turns)  # nothing behind the last reply is kept
+
+
+def test_whole_and_pieces_agree_where_nothing_merges(tokenizer):
+    """The ids are those of the stock call on the whole conversation, BOS not doubled."""
+    conversation = talk("How many?", "Seven apples.", "Sure?", "Yes.")
+    row = tokenised(tokenizer, conversation)
+    stock = tokenizer.apply_chat_template(list(conversation.messages), return_dict=False)
+    assert row.tokens.tolist() == stock[: len(row.tokens)]
+    assert tokenizer.decode(stock[len(row.tokens) :]) == "\n"
+
+
+def test_tokenizer_that_marks_the_beginning_of_a_text():
+    """A metaspace tokenizer puts ▁ before a text: a reply encoded alone would gain a space."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<s>", "</s>", "<u>", "</u>", "▁", "hi", "▁hi", "yes", "▁yes", "no", "▁no"]
+    core = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, "▁"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    core.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<u>", "</u>"],
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<u>' + m.content + '</u>' if m.role == 'user' "
+        "else m.content + '</s>' }}{% endfor %}"
+    )
+    row = given_row(tokenizer, (1,), talk("hi", "yes", "hi", "no"), split="train", max_length=99)
+    assert [words[i] for i in row.tokens[row.reply == 1]] == ["yes", "</s>"]
+    assert [words[i] for i in row.tokens[row.reply == 2]] == ["no", "</s>"]
+
+
+def test_generation_markers_are_not_needed(tokenizer):
+    """Case 3: a stock template without {% generation %} still gives a full mask."""
+    assert "generation %}" not in tokenizer.chat_template
+    assert tokenised(tokenizer, talk("q", "answer")).supervised > 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "template"),
+    [
+        # Case 4: older turns lose their thinking.
+        (
+            "prefix-mismatch",
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else "
+            "m.content[:3] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>"
+            "assistant\n{% endif %}",
+        ),
+        # The flag is not known: the reply would have to begin with the header of its turn.
+        (
+            "no-generation-prompt",
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+            "{% endfor %}",
+        ),
+        # Case 5.
+        ("template-rejects", "{{ raise_exception('roles must alternate') }}"),
+        ("template-rejects", "{{ messages[7].content + 1 }}"),
+        (
+            "no-end-of-turn",
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+            "{% if add_generation_prompt %}assistant: {% endif %}",
+        ),
+    ],
+)
+def test_template_that_cannot_be_masked_is_refused(tokenizer, reason, template):
+    """Never a silent zero mask: the row is refused with its reason."""
+    with pytest.raises(Refused, match=reason):
+        tokenised(with_template(tokenizer, template), talk("hello", "first", "more", "second"))
+
+
+@pytest.mark.parametrize(
+    ("reason", "conversation"),
+    [
+        ("empty-reply", talk("q", "")),
+        ("empty-reply", talk("q", " \n")),
+        ("stop-token-in-reply", talk("q", "a<|im_end|>b")),
+    ],
+)
+def test_reply_that_teaches_a_wrong_end_is_refused(tokenizer, reason, conversation):
+    with pytest.raises(Refused, match=reason):
+        tokenised(tokenizer, conversation)
+
+
+def test_truncation(tokenizer):
+    """Case 7: a row is cut at the limit; one whose replies are all behind it is refused."""
+    whole = tokenised(tokenizer, talk("question", "a rather long answer"))
+    start = (whole.reply > 0).nonzero()[0].item()
+    cut = tokenised(tokenizer, talk("question", "a rather long answer"), max_length=start + 2)
+    assert cut.truncated
+    assert not whole.truncated
+    assert cut.tokens.tolist() == whole.tokens[: start + 2].tolist()
+    assert cut.supervised == 2
+    with pytest.raises(Refused, match="truncated-away"):
+        tokenised(tokenizer, talk("question", "a rather long answer"), max_length=start)
+
+
+def test_length_stopped_reply_has_no_end(tokenizer):
+    """Case 8: the template writes an end-of-turn token that the target never produced."""
+    row = tokenised(tokenizer, talk("q", "cut off", finish="length"))
+    assert replies(tokenizer, row) == ["cut off"]
+    assert row.finish == "length"
+
+
+def test_pad_is_end_of_turn(tokenizer):
+    """Case 10: the fixture's pad token is its end-of-turn token; the end is supervised anyway."""
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    row = tokenised(tokenizer, talk("q", "a"))
+    assert row.tokens[-1] == tokenizer.eos_token_id
+    assert row.reply[-1] == 1
+
+
+def test_own_replies_are_used_as_they_are(tokenizer):
+    """Ids that the target produced are not decoded and encoded again (that may change them)."""
+    prompt = prompt_ids(tokenizer, talk("hi"), 100)
+    reply = [300, 5, 5, tokenizer.eos_token_id]
+    row = answered_row(
+        talk("hi"), prompt, reply, split="train", temperature=1.0, finish="stop", max_length=100
+    )
+    assert row.tokens.tolist() == prompt + reply
+    assert row.reply.tolist() == [0] * len(prompt) + [1] * 4
+
+
+def test_own_reply_that_is_only_an_end_is_refused(tokenizer):
+    with pytest.raises(Refused, match="empty-reply"):
+        answered_row(
+            talk("hi"),
+            [1, 2],
+            [tokenizer.eos_token_id],
+            split="train",
+            temperature=0.0,
+            finish="stop",
+            max_length=9,
+        )
+
+
+def test_prompt_longer_than_the_limit_is_refused(tokenizer):
+    length = len(prompt_ids(tokenizer, talk("hi"), 100))
+    assert len(prompt_ids(tokenizer, talk("hi"), length)) == length
+    with pytest.raises(Refused, match="too-long-prompt"):
+        prompt_ids(tokenizer, talk("hi"), length - 1)
+
+
+def test_no_template_is_one_error_and_not_a_reason_for_each_row(tokenizer):
+    with pytest.raises(SpectrainError, match="no chat template"):
+        require_template(with_template(tokenizer, None))
+
+
+def test_rendering_does_not_remember_the_last_call(tokenizer):
+    """Padding a batch leaves traces in the tokenizer; they do not shape any row."""
+    before = rendering(tokenizer)
+    tokenizer(["a", "b b b"], padding=True, truncation=True, max_length=2)
+    assert rendering(tokenizer) == before
+    assert rendering(with_template(tokenizer, "x")) != before
