@@ -81,9 +81,9 @@ def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: str, ext
             continue
         if key == "steps" and extend and now["steps"] > before["steps"]:
             continue
-        hint = "use the old value, choose another --out, or --overwrite the run"
+        hint = "use the old value, choose another --out, or --set overwrite=true to start anew"
         if key == "steps":
-            hint = "add --extend to go on to a larger number, " + hint
+            hint = "add --set extend=true to go on to a larger number, " + hint
         raise SpectrainError(
             f"the run was started with {key} = {before.get(key)!r}, now it is {now.get(key)!r}",
             where=where,

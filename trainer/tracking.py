@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import netrc
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 
@@ -27,9 +29,21 @@ def make_accelerator(settings: TrainerSettings, run: Path) -> Accelerator:
             where="--tracker",
             fix=f"pip install {chosen}, or leave the tracker out: metrics.jsonl is always written",
         )
-    return Accelerator(
-        mixed_precision=settings.mixed_precision, log_with=chosen, project_dir=str(run)
+    accelerator = Accelerator(
+        # Without this, accelerate takes each of several processes on a machine without a GPU for
+        # the only one. None leaves the choice to `accelerate launch`.
+        cpu=None if torch.accelerator.is_available() else True,
+        mixed_precision=settings.mixed_precision,
+        log_with=chosen,
+        project_dir=str(run),
     )
+    if accelerator.num_processes == 1 and _asked_for_more():
+        print(
+            "accelerate launch --cpu starts one process, whatever --num_processes says (without "
+            "MPI); for N processes: torchrun --nproc-per-node N -m spectrain …",
+            file=sys.stderr,
+        )
+    return accelerator
 
 
 def start_trackers(accelerator: Accelerator, identity: Mapping[str, Any], run: Path) -> None:
@@ -43,6 +57,13 @@ def start_trackers(accelerator: Accelerator, identity: Mapping[str, Any], run: P
         for key, value in identity.items()
     }
     accelerator.init_trackers(PROJECT, config=plain, init_kwargs={"wandb": wandb})
+
+
+def _asked_for_more() -> bool:
+    """Whether accelerate's plain launcher was given a number of processes and started one: it sets
+    the address of a group and leaves out its size."""
+    group = {"MASTER_ADDR", "WORLD_SIZE"} & os.environ.keys()
+    return os.environ.get("ACCELERATE_USE_CPU") == "True" and group == {"MASTER_ADDR"}
 
 
 def _has_wandb_key() -> bool:

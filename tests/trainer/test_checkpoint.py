@@ -1,0 +1,161 @@
+"""Stop anywhere, go on, and get what an uninterrupted run gets."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from spectrain.core import files
+from spectrain.core.errors import SpectrainError
+from spectrain.trainer import checkpoint
+
+TIMED = {"tokens_per_second"}
+
+
+class Crash(Exception):
+    pass
+
+
+def at_load(number, action):
+    """Do something when the given load (from 0) is asked for."""
+    count = iter(range(1000))
+
+    def before_load(_batch):
+        if next(count) == number:
+            action()
+
+    return before_load
+
+
+def crash():
+    raise Crash
+
+
+def untimed(rows):
+    return [{k: v for k, v in row.items() if k not in TIMED} for row in rows]
+
+
+def assert_same(one, two):
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, two.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resumed_equals_uninterrupted_bit_for_bit(  # case 26
+    make_head, make_data, fit, tmp_path, optimizer
+):
+    options = {"steps": 9, "save_every": 4, "log_every": 3, "optimizer": optimizer}
+    whole = make_head()
+    _, expected = fit(whole, make_data(), tmp_path / "whole", **options)
+
+    with pytest.raises(Crash):
+        fit(make_head(), make_data(before_load=at_load(7, crash)), tmp_path / "cut", **options)
+    assert checkpoint.newest(tmp_path / "cut")[1]["step"] == 4
+    resumed = make_head(seed=1)  # what the head was before does not matter
+    state, rows = fit(resumed, make_data(), tmp_path / "cut", **options)
+    # The row of step 6 was written twice and is there once; its window began before the crash.
+    assert untimed(rows) == untimed(expected)
+    assert_same(resumed, whole)
+    assert state.supervised == expected[-1]["supervised_tokens"]
+
+
+def test_resumed_with_other_micro_batches_sees_the_same_rows(make_head, make_data, fit, tmp_path):
+    _, expected = fit(make_head(), make_data(), tmp_path / "whole", steps=6, micro_batch=4)
+    with pytest.raises(Crash):
+        fit(
+            make_head(),
+            make_data(before_load=at_load(3, crash)),
+            tmp_path / "cut",
+            steps=6,
+            micro_batch=4,
+        )
+    _, rows = fit(make_head(), make_data(), tmp_path / "cut", steps=6, micro_batch=1)  # case 27
+    assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in expected], rel=1e-5)
+    assert [r["seen"] for r in rows] == [r["seen"] for r in expected]
+
+
+def test_ctrl_c_finishes_the_step_and_saves(make_head, make_data, fit, tmp_path, capsys):
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(make_head(), make_data(before_load=at_load(2, interrupt)), tmp_path, save_every=100)
+    assert checkpoint.newest(tmp_path)[1]["step"] == 3
+    assert "checkpoint of step 3 of 6 written" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    make_head, make_data, fit, tmp_path, capsys, name, how
+):
+    whole = make_head()
+    fit(whole, make_data(), tmp_path)
+    broken = tmp_path / "checkpoints" / "step-00000006" / name
+    if how == "cut":
+        broken.write_bytes(broken.read_bytes()[:-10])
+    else:
+        broken.unlink()
+    again = make_head(seed=1)
+    fit(again, make_data(), tmp_path)
+    error = capsys.readouterr().err
+    assert "step-00000006 is damaged" in error
+    assert "going on from step 4 of 6" in error
+    assert_same(again, whole)
+
+
+def test_killed_before_the_rename_leaves_the_checkpoint_before(make_head, make_data, fit, tmp_path):
+    whole = make_head()
+    fit(whole, make_data(), tmp_path / "whole")
+    child = os.fork()
+    if child == 0:
+        replace = files._replace_folder
+
+        def killed(new, path):
+            if path.name == "step-00000004":
+                os._exit(9)
+            replace(new, path)
+
+        files._replace_folder = killed
+        fit(make_head(), make_data(), tmp_path / "cut")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    folder = tmp_path / "cut" / "checkpoints"
+    assert sorted(path.name[:6] for path in folder.iterdir()) == [".step-", "step-0"]
+    resumed = make_head(seed=1)
+    fit(resumed, make_data(), tmp_path / "cut")
+    assert_same(resumed, whole)
+    assert not list(folder.glob(".*"))
+
+
+def test_only_the_newest_are_kept(make_head, make_data, fit, tmp_path):
+    fit(make_head(), make_data(), tmp_path, steps=7, save_every=1, keep=3)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-00000005", "step-00000006", "step-00000007"]
+
+
+def test_other_settings_are_refused_by_the_first_that_differs(make_head, make_data, fit, tmp_path):
+    fit(make_head(), make_data(), tmp_path)
+    with pytest.raises(SpectrainError, match=r"started with lr = 0\.001, now it is 0\.01"):
+        fit(make_head(), make_data(), tmp_path, lr=1e-2, steps=8)
+
+
+def test_steps_grow_only_when_asked_to(make_head, make_data, fit, tmp_path):
+    fit(make_head(), make_data(), tmp_path)
+    with pytest.raises(SpectrainError, match=r"steps = 6, now it is 8; add --set extend=true"):
+        fit(make_head(), make_data(), tmp_path, steps=8)
+    with pytest.raises(SpectrainError, match="steps = 6, now it is 4"):
+        fit(make_head(), make_data(), tmp_path, steps=4, extend=True)
+    state, rows = fit(make_head(), make_data(), tmp_path, steps=8, extend=True)
+    assert state.step == 8
+    assert [row["step"] for row in rows] == list(range(1, 9))
+
+
+def test_a_checkpoint_holds_no_pickle(make_head, make_data, fit, tmp_path):
+    fit(make_head(), make_data(), tmp_path)
+    names = {path.name for path in (tmp_path / "checkpoints" / "step-00000006").iterdir()}
+    assert names == {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"}

@@ -1,0 +1,158 @@
+"""The loop: the same step however it is cut, and nothing that poisons the weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spectrain.core.batch import Batch
+from spectrain.core.errors import RunFailed, SpectrainError
+from spectrain.trainer import checkpoint
+from spectrain.trainer.changes import digests, require_changes
+
+
+def losses(rows):
+    return [row["loss"] for row in rows]
+
+
+def largest_gap(one, two):
+    pairs = zip(one.state_dict().items(), two.state_dict().items(), strict=True)
+    return max((a.float() - b.float()).abs().max().item() for (_, a), (_, b) in pairs)
+
+
+def test_one_batch_of_eight_is_four_of_two_and_eight_of_one(make_head, make_data, fit, tmp_path):
+    results = {}
+    for micro_batch in (8, 2, 1):
+        head = make_head()
+        _, rows = fit(
+            head,
+            make_data(),
+            tmp_path / str(micro_batch),
+            steps=4,
+            batch_size=8,
+            micro_batch=micro_batch,
+            lr=1e-2,
+        )
+        results[micro_batch] = head, rows
+    whole, rows = results[8]
+    for micro_batch in (2, 1):
+        other, other_rows = results[micro_batch]
+        assert losses(other_rows) == pytest.approx(losses(rows), rel=1e-5)
+        assert [r["hits"] for r in other_rows] == [r["hits"] for r in rows]
+        assert [r["seen"] for r in other_rows] == [r["seen"] for r in rows]
+        assert [r["grad_norm"] for r in other_rows] == pytest.approx(
+            [r["grad_norm"] for r in rows], rel=1e-4
+        )
+        # Adam divides by the gradient's size: rounding shows where that is near zero.
+        assert largest_gap(whole, other) < 1e-3
+
+
+def test_padding_changes_nothing(make_head, make_data, fit, tmp_path):  # case 22
+    _, tight = fit(make_head(), make_data(), tmp_path / "tight")
+    _, wide = fit(make_head(), make_data(padding=9), tmp_path / "wide")
+    assert losses(wide) == pytest.approx(losses(tight), rel=1e-5)
+    assert [r["hits"] for r in wide] == [r["hits"] for r in tight]
+
+
+def unsupervised(batch: Batch) -> Batch:
+    return Batch(batch.tokens, torch.zeros_like(batch.reply), batch.aux, batch.last, batch.argmax)
+
+
+def test_rows_without_supervision_change_nothing(make_head, make_data, corpus, fit, tmp_path):
+    """Case 21. A micro-batch without supervised rows adds 0, and the step equals one without it."""
+    with_, without = make_head(), make_head()
+    mixed = [corpus[0], unsupervised(corpus[1])]
+    _, mixed_rows = fit(
+        with_, make_data(rows=mixed), tmp_path / "a", batch_size=2, micro_batch=1, steps=3
+    )
+    _, rows = fit(without, make_data(rows=corpus[:1]), tmp_path / "b", batch_size=1, steps=3)
+    assert losses(mixed_rows) == pytest.approx(losses(rows), rel=1e-6)
+    assert largest_gap(with_, without) < 1e-5
+
+
+def test_a_batch_without_any_supervision_leaves_the_weights_whole(
+    make_head, make_data, corpus, fit, tmp_path
+):
+    head = make_head()
+    empty = [unsupervised(row) for row in corpus[:4]]
+    state, rows = fit(head, make_data(rows=empty), tmp_path, weight_decay=0.0)
+    assert state.skipped == 0
+    assert losses(rows) == [None] * 6
+    assert all(torch.isfinite(value).all() for value in head.parameters())
+    assert largest_gap(head, make_head()) == 0
+
+
+def poison(steps):
+    """Makes the features of the given loads not finite."""
+    count = iter(range(1000))
+
+    def before_load(batch):
+        if next(count) in steps:
+            batch.aux[0, 3] = float("nan")
+
+    return before_load
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(make_head, make_data, fit, tmp_path):
+    head = make_head()
+    data = make_data(before_load=poison({2}))
+    state, rows = fit(head, data, tmp_path, steps=5)
+    assert (state.skipped, state.step) == (1, 5)
+    assert [row["skipped"] for row in rows] == [0, 0, 1, 0, 0]
+    assert rows[2]["loss"] is None
+    assert all(torch.isfinite(value).all() for value in head.parameters())
+
+
+def test_too_many_bad_steps_end_the_run_and_the_checkpoint_stays(
+    make_head, make_data, fit, tmp_path
+):
+    data = make_data(before_load=poison(range(3, 99)))
+    with pytest.raises(RunFailed, match=r"3 steps in a row, up to step 6.*step-00000004"):
+        fit(make_head(), data, tmp_path, steps=20, max_bad_steps=3, save_every=2, keep=1)
+    # Step 4 was saved with a bad step behind it, but its weights are those of step 3.
+    _, state = checkpoint.newest(tmp_path)
+    assert state["skipped"] == 1
+    again = make_head()
+    fit(again, make_data(), tmp_path, steps=20, max_bad_steps=3)
+    assert all(torch.isfinite(value).all() for value in again.parameters())
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused(make_data):
+    from spectrain.trainer.loop import _check_batch
+    from spectrain.trainer.settings import TrainerSettings
+
+    with pytest.raises(SpectrainError, match="batch_size 9 cannot be shared by 2"):
+        _check_batch(TrainerSettings(steps=1, batch_size=9), make_data(), 2)
+
+
+@pytest.mark.parametrize("train_lm_head", [True, False])
+def test_trainable_tensors_change_and_frozen_ones_do_not(
+    make_head, make_data, fit, tmp_path, train_lm_head
+):  # case 34
+    head = make_head(train_lm_head=train_lm_head)
+    before = digests(head)
+    fit(head, make_data(), tmp_path)
+    require_changes(head, before, "here")
+    now = digests(head)
+    assert (now["lm_head.weight"] == before["lm_head.weight"]) is not train_lm_head
+    assert now["d2t"] == before["d2t"]
+
+
+def test_a_tensor_that_no_gradient_reaches_is_named(make_head):
+    head = make_head(train_lm_head=False)
+    before = digests(head)
+    with torch.no_grad():
+        head.lm_head.weight += 1
+        for name, value in head.named_parameters():
+            if name != "fc.weight":
+                value += 1
+    with pytest.raises(RunFailed, match=r"not trained: fc.weight; frozen but changed: lm_head"):
+        require_changes(head, before, "here")
+
+
+def test_muon_trains_every_tensor(make_head, make_data, fit, tmp_path):
+    head = make_head()
+    before = digests(head)
+    _, rows = fit(head, make_data(), tmp_path, steps=12, optimizer="muon")
+    require_changes(head, before, "here")
+    assert rows[-1]["loss"] < rows[0]["loss"]

@@ -1,0 +1,67 @@
+"""Order: every epoch is a permutation, and no cut of a batch loses or doubles a row."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spectrain.trainer.order import Order, padding, share
+
+lengths = st.lists(st.integers(1, 500), min_size=1, max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.integers(1, 17), st.integers(0, 5))
+def test_the_stream_is_one_permutation_after_the_other(lengths, batch_size, seed):
+    order = Order(lengths, batch_size, seed)
+    total = len(lengths)
+    steps = -(-3 * total // batch_size)
+    seen = [0] * total
+    for step in range(steps):
+        batch = order.batch(step)
+        assert len(batch) == batch_size
+        for row in batch:
+            seen[row] += 1
+        # A row comes again only after all others have come.
+        assert max(seen) - min(seen) <= 2
+    whole, rest = divmod(steps * batch_size, total)
+    assert sum(seen) == whole * total + rest
+    assert min(seen) >= whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.integers(0, 40), st.integers(0, 5))
+def test_a_step_does_not_depend_on_what_was_asked_before(lengths, step, seed):
+    used = Order(lengths, 8, seed)
+    for earlier in range(step):
+        used.batch(earlier)
+    assert used.batch(step) == Order(lengths, 8, seed).batch(step)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(1, 12), st.integers(0, 9))
+def test_ranks_and_micro_batches_partition_the_batch(lengths, world, micro_batch, step):
+    batch = Order(lengths, 12, 0).batch(step)
+    parts = [share(batch, rank, world, micro_batch) for rank in range(world)]
+    assert sorted(row for own in parts for part in own for row in part) == sorted(batch)
+    # The same number of forwards everywhere: otherwise some would wait for ever.
+    assert len({len(own) for own in parts}) == 1
+    assert all(len(part) <= micro_batch for own in parts for part in own)
+
+
+def test_rows_of_one_batch_have_similar_lengths():
+    draw = random.Random(0)
+    lengths = [draw.randint(20, 2000) for _ in range(800)]
+    order = Order(lengths, 8, 0)
+    waste = [padding(order.batch(step), lengths, 1, 8) for step in range(100)]
+    shuffled = [padding(draw.sample(range(800), 8), lengths, 1, 8) for _ in range(100)]
+    assert sum(waste) / 100 < 0.1 < 0.3 < sum(shuffled) / 100
+
+
+def test_the_seed_and_the_epoch_change_the_order():
+    lengths = list(range(1, 65))
+    first = [Order(lengths, 8, 0).batch(step) for step in range(8)]
+    assert first != [Order(lengths, 8, 1).batch(step) for step in range(8)]
+    assert first != [Order(lengths, 8, 0).batch(step) for step in range(8, 16)]
