@@ -115,7 +115,8 @@ class Generator:
         # Prefill: right-padded rows; what is written beyond a row's length is never seen.
         started = time.perf_counter()
         lengths = [len(prompt) for prompt in prompts]
-        slots = max(n + max(limit, 0) for n, limit in zip(lengths, limits, strict=True)) + gamma + 1
+        # A row may end with γ tokens too many, and goes on writing γ+1 slots while others live.
+        slots = max(map(sum, zip(lengths, limits, strict=True))) + 2 * gamma + 1
         tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
         counts = torch.tensor(lengths, device=device)
         cache = target.new_cache(len(prompts), slots)

@@ -1,0 +1,300 @@
+"""EAGLE-3: alignment, loss and supervision by slow code; the two faces agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiny_models import make_batch, make_head, random_rows
+
+from spectrain.core.batch import Batch, counted
+from spectrain.core.errors import SpectrainError
+
+
+def counts_slowly(reply: list[int], anchor: int, step: int) -> bool:
+    needed = range(anchor + 1, anchor + 3 + step)
+    if needed[-1] >= len(reply):
+        return False
+    return reply[needed[0]] > 0 and all(reply[i] == reply[needed[0]] for i in needed)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=24), st.integers(0, 6))
+def test_counted_is_the_rule_of_the_spec(reply, step):
+    """CASE 20: an anchor counts iff x[t+1] … x[t+2+k] lie in one reply."""
+    got = counted(torch.tensor([reply]), step)[0].tolist()
+    assert got == [counts_slowly(reply, anchor, step) for anchor in range(len(reply))]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("draft_vocab", [120, 392])
+def test_the_two_faces_agree(tiny, draft_vocab):
+    """CASE 23: step-k logits in training = logits when drafting from the same prefix, 1e-4."""
+    head = make_head(tiny, draft_vocab=draft_vocab)
+    generator = torch.Generator().manual_seed(3)
+    compared = 0
+    for _ in range(12):
+        tokens, reply = random_rows(generator)
+        batch = make_batch(tiny, head, tokens, reply)
+        steps = [(u.anchors, head.logits(u.hidden, u.step)) for u in head.unroll(batch, 4)]
+        length = tokens.shape[1]
+        for row, flat in enumerate(steps[0][0].tolist()):
+            b, t = divmod(flat, length)
+            # Each anchor drafts from a state that has read its prefix in two uneven pieces.
+            state = head.start(1, 64)
+            cut = int(torch.randint(1, t + 2, (), generator=generator))
+            features = tiny.forward(tokens[b : b + 1], aux_layers=head.needs.aux_layers)
+            one = torch.tensor([cut])
+            logits = head.begin(state, tokens[b : b + 1, : cut + 1], features[:, :cut], one)
+            if cut < t + 1:
+                # A draft that comes to nothing must leave no trace.
+                head.expand(state, torch.tensor([[7]]), torch.tensor([[0]]))
+                rest = torch.tensor([t + 1 - cut])
+                logits = head.extend(
+                    state, tokens[b : b + 1, cut + 1 : t + 2], features[:, cut : t + 1], rest
+                )
+            for step in range(4):
+                if not counts_slowly(reply[b].tolist(), t, step):
+                    break
+                if step:
+                    fed = tokens[b, t + 1 + step].view(1, 1)
+                    logits = head.expand(state, fed, torch.tensor([[0]]))[:, 0]
+                expected = steps[step][1][row]
+                error = (logits[0] - expected).abs().max() / expected.abs().max()
+                assert error < 1e-4, (b, t, step, float(error))
+                compared += 1
+    assert compared > 200
+
+
+@torch.no_grad()
+def test_unequal_rows_and_trees_draft_like_single_chains(tiny):
+    """A batch of rows of unequal length, each with a two-branch tree, equals row by row, branch by
+    branch."""
+    head = make_head(tiny)
+    tokens = torch.randint(3, 380, (2, 12), generator=torch.Generator().manual_seed(4))
+    features = tiny.forward(tokens, aux_layers=head.needs.aux_layers)
+    counts = torch.tensor([6, 9])
+    state = head.start(2, 40)
+    head.begin(state, tokens[:, :11], features[:, :10], counts)
+    level1 = torch.tensor([[11, 12], [13, 14]])
+    level2 = torch.tensor([[21, 22], [23, 24]])
+    head.expand(state, level1, torch.tensor([[0, 0], [0, 0]]))
+    got = head.expand(state, level2, torch.tensor([[1, 0], [0, 1]]))
+    for row in range(2):
+        for node, parent in enumerate(([1, 0], [0, 1])[row]):
+            alone = head.start(1, 40)
+            n = int(counts[row])
+            one = slice(row, row + 1)
+            head.begin(alone, tokens[one, : n + 1], features[one, :n], counts[one])
+            zero = torch.zeros(1, 1, dtype=torch.int64)
+            head.expand(alone, level1[row, parent].view(1, 1), zero)
+            expected = head.expand(alone, level2[row, node].view(1, 1), zero)
+            torch.testing.assert_close(got[row, node], expected[0, 0], atol=1e-5, rtol=1e-4)
+
+
+def slow_objective(head, batch: Batch):
+    """SPEC §3–4 spelled out: row by row, step by step, everything recomputed."""
+    config, layer, attention = head.config, head.midlayer, head.midlayer.self_attn
+    heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    readout = head.readout
+    ids = [i for i in range(config.vocab_size) if not head.reduced or head.t2d[i]]
+    steps = config.steps
+    loss = [torch.zeros(()) for _ in range(steps)]
+    count, hits, seen = ([0] * steps for _ in range(3))
+
+    def norm(x, module):
+        return x * torch.rsqrt(x.pow(2).mean() + config.rms_norm_eps) * module.weight
+
+    def rope(x, position):  # [heads, d]
+        half = size // 2
+        base = config.rope_parameters["rope_theta"]
+        angle = position * base ** (-torch.arange(half) * 2 / size)
+        cos, sin = angle.cos(), angle.sin()
+        a, b = x[:, :half], x[:, half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=1)
+
+    def merged(token, hidden):
+        embedding = readout.embedding.weight[token]
+        parts = norm(embedding, layer.input_layernorm), norm(hidden, layer.hidden_norm)
+        return torch.cat(parts)
+
+    def key_value(x, position):
+        key = rope((attention.k_proj.weight @ x).view(groups, size), position)
+        return key, (attention.v_proj.weight @ x).view(groups, size)
+
+    for b in range(len(batch.tokens)):
+        tokens, reply = batch.tokens[b].tolist(), batch.reply[b].tolist()
+        fused = [head.fc.weight @ a for a in batch.aux[b]]
+        step0 = [key_value(merged(tokens[t + 1], fused[t]), t) for t in range(len(tokens) - 1)]
+        for t in range(len(tokens)):
+            hidden, own = fused[t], []
+            for k in range(steps):
+                if not counts_slowly(reply, t, k):
+                    break
+                x = merged(tokens[t + 1 + k], hidden)
+                if k:
+                    own.append(key_value(x, t + k))
+                query = rope((attention.q_proj.weight @ x).view(heads, size), t + k)
+                seen_rows = step0[: t + 1] + own
+                out = []
+                for h in range(heads):
+                    g = h // (heads // groups)
+                    scores = torch.stack([query[h] @ key[g] / size**0.5 for key, _ in seen_rows])
+                    values = torch.stack([value[g] for _, value in seen_rows])
+                    out.append(scores.softmax(0) @ values)
+                hidden = hidden + attention.o_proj.weight @ torch.cat(out)
+                x = norm(hidden, layer.post_attention_layernorm)
+                gate = torch.nn.functional.silu(layer.mlp.gate_proj.weight @ x)
+                hidden = hidden + layer.mlp.down_proj.weight @ (gate * (layer.mlp.up_proj.weight @ x))
+                logits = head.lm_head.weight @ norm(hidden, head.norm)
+                teacher = readout.weight @ batch.last[b, t + 1 + k]
+                best = int(teacher.argmax())
+                seen[k] += 1
+                hits[k] += ids[int(logits.argmax())] == best
+                if best in ids:
+                    target = teacher[ids].softmax(0)
+                    loss[k] = loss[k] - (target * logits.log_softmax(0)).sum()
+                    count[k] += 1
+    return torch.stack(loss), count, hits, seen
+
+
+@pytest.mark.parametrize("draft_vocab", [200, 392])
+def test_objective_and_gradients_equal_the_slow_reference(tiny, draft_vocab):
+    head = make_head(tiny, steps=3, draft_vocab=draft_vocab)
+    generator = torch.Generator().manual_seed(8)
+    tokens, reply = random_rows(generator)
+    batch = make_batch(tiny, head, tokens, reply)
+    weights = torch.tensor(head.weights(0.0))
+    assert weights.tolist() == pytest.approx([1, 0.8, 0.64])
+
+    fast = head.objective(batch)
+    (fast.loss * weights).sum().backward()
+    gradients = {n: p.grad.clone() for n, p in head.named_parameters() if p.grad is not None}
+    head.zero_grad()
+    loss, count, hits, seen = slow_objective(head, batch)
+    (loss * weights).sum().backward()
+
+    assert fast.count.tolist() == count == head.counts(batch).tolist()
+    assert count[0] > 0
+    assert fast.hits.tolist() == hits
+    assert fast.seen.tolist() == seen
+    torch.testing.assert_close(fast.loss, loss, atol=1e-3, rtol=1e-4)
+    for name, parameter in head.named_parameters():
+        torch.testing.assert_close(
+            gradients[name], parameter.grad, atol=2e-4, rtol=2e-3, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_six_tokens_by_hand(tiny):
+    """x = p p | r r r r: which anchors guess what, written out.
+
+    position   0 1 2 3 4 5        reply 0 0 1 1 1 1
+    step 0: anchors 1 2 3 guess x[3] x[4] x[5] (teacher rows 2 3 4)
+    step 1: anchors 1 2   guess x[4] x[5]
+    step 2: anchor  1     guesses x[5]
+    """
+    reply = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    assert counted(reply, 0)[0].nonzero().flatten().tolist() == [1, 2, 3]
+    assert counted(reply, 1)[0].nonzero().flatten().tolist() == [1, 2]
+    assert counted(reply, 2)[0].nonzero().flatten().tolist() == [1]
+    assert counted(reply, 3).sum() == 0
+    head = make_head(tiny, steps=4, draft_vocab=392)
+    batch = make_batch(tiny, head, torch.tensor([[5, 6, 7, 8, 9, 10]]), reply)
+    assert head.counts(batch).tolist() == [3, 2, 1, 0]
+    # The teacher of step 0 are the target's rows 2 3 4: changing any other changes nothing.
+    before = head.objective(batch).loss
+    for position in (0, 1, 5):
+        batch.last[0, position] += 10
+    torch.testing.assert_close(head.objective(batch).loss, before, atol=0, rtol=0)
+    batch.last[0, 4] += 10
+    assert head.objective(batch).loss[0] != before[0]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 9))
+def test_padding_and_micro_batching_change_nothing(tiny, seed, extra):
+    """CASE 22: the same rows with more padding, or one by one, give the same sums."""
+    head = make_head(tiny, steps=3)
+    tokens, reply = random_rows(torch.Generator().manual_seed(seed))
+    whole = make_batch(tiny, head, tokens, reply)
+
+    def pad(value):
+        shape = (value.shape[0], extra, *value.shape[2:])
+        return torch.cat([value, value.new_zeros(shape)], dim=1)
+
+    padded = Batch(*(pad(getattr(whole, n)) for n in ("tokens", "reply", "aux", "last", "argmax")))
+    rows = [
+        Batch(*(getattr(whole, n)[i : i + 1] for n in ("tokens", "reply", "aux", "last", "argmax")))
+        for i in range(2)
+    ]
+    with torch.no_grad():
+        full, more = head.objective(whole), head.objective(padded)
+        parts = [head.objective(row) for row in rows]
+    for name in ("loss", "count", "hits", "seen"):
+        expected = getattr(full, name)
+        torch.testing.assert_close(getattr(more, name), expected, atol=1e-3, rtol=1e-5)
+        summed = sum(getattr(part, name) for part in parts)
+        torch.testing.assert_close(summed, expected, atol=1e-3, rtol=1e-5)
+
+
+def test_nothing_to_learn_is_a_zero_with_a_graph(tiny):
+    """CASE 21: a batch without replies gives zeros, finite gradients and no error."""
+    head = make_head(tiny)
+    tokens = torch.randint(3, 380, (2, 9))
+    batch = make_batch(tiny, head, tokens, torch.zeros_like(tokens))
+    objective = head.objective(batch)
+    assert objective.loss.tolist() == [0] * 4 == objective.seen.tolist()
+    objective.loss.sum().backward()
+    for parameter in head.parameters():
+        assert parameter.grad is None or torch.equal(parameter.grad, torch.zeros_like(parameter))
+
+
+def test_tokens_outside_the_draft_vocabulary_are_rejections(tiny):
+    """They leave the loss and stay in `seen`."""
+    head = make_head(tiny, steps=2, draft_vocab=40)
+    tokens, reply = random_rows(torch.Generator().manual_seed(5))
+    batch = make_batch(tiny, head, tokens, reply)
+    outside = int((~head.t2d).nonzero()[0])
+    batch.argmax.fill_(outside)
+    objective = head.objective(batch)
+    assert objective.count.tolist() == [0, 0] == objective.hits.tolist()
+    assert objective.seen[0] == counted(reply, 0).sum() > 0
+    assert objective.loss.tolist() == [0, 0]
+
+
+def test_bf16_autocast(tiny):
+    head = make_head(tiny, steps=3)
+    tokens, reply = random_rows(torch.Generator().manual_seed(6))
+    batch = make_batch(tiny, head, tokens, reply)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = head.objective(batch)
+    full = head.objective(batch)
+    torch.testing.assert_close(low.loss, full.loss, atol=0.5, rtol=0.03)
+    assert low.loss.dtype == torch.float32
+
+
+def test_start_is_the_target_s_last_layer(tiny):
+    """With init "target" the fused state is the highest auxiliary state, unchanged."""
+    head = make_head(tiny, wild=False)
+    tokens = torch.randint(3, 380, (1, 9))
+    features = tiny.forward(tokens, aux_layers=head.needs.aux_layers)
+    top = features.aux[..., -tiny.hidden_size :]
+    torch.testing.assert_close(head.fc(features.aux), top)
+    ids = head.to_target(torch.arange(120))
+    torch.testing.assert_close(head.lm_head.weight, tiny.readout.weight[ids])
+    last = tiny.decoder.layers[-1]
+    torch.testing.assert_close(head.midlayer.mlp.up_proj.weight, last.mlp.up_proj.weight)
+    half = head.midlayer.self_attn.q_proj.weight[:, tiny.hidden_size :]
+    torch.testing.assert_close(half, last.self_attn.q_proj.weight)
+
+
+def test_frozen_lm_head_is_frozen(tiny):
+    head = make_head(tiny, train_lm_head=False)
+    assert not head.lm_head.weight.requires_grad
+    assert head.fc.weight.requires_grad
+
+
+def test_impossible_aux_layers_are_refused(tiny):
+    with pytest.raises(SpectrainError, match="aux_layers"):
+        make_head(tiny, aux_layers=(0, 2, 9))

@@ -1,0 +1,158 @@
+"""The draft vocabulary and strict loading."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny_models import make_head
+
+from spectrain.core.errors import SpectrainError
+from spectrain.heads import vocab
+from spectrain.heads.io import check_target, load_head, save_head
+from spectrain.heads.registry import family
+
+
+@given(st.data())
+def test_choice_keeps_the_most_frequent_and_the_pinned(data):
+    """CASE 30: special tokens stay whatever the corpus; padding rows never enter."""
+    total = data.draw(st.integers(2, 40))
+    usable = data.draw(st.integers(1, total))
+    size = data.draw(st.integers(1, usable))
+    counts = torch.tensor(data.draw(st.lists(st.integers(0, 5), min_size=total, max_size=total)))
+    pinned = data.draw(st.lists(st.integers(0, usable - 1), max_size=size, unique=True))
+    ids = vocab.choose_tokens(counts, size, pinned, usable).tolist()
+    assert ids == sorted(set(ids))
+    assert len(ids) == size
+    assert set(pinned) <= set(ids)
+    assert max(ids) < usable
+    left_out = set(range(usable)) - set(ids)
+    free = set(ids) - set(pinned)
+    if left_out and free:
+        assert max(int(counts[i]) for i in left_out) <= min(int(counts[i]) for i in free)
+    d2t, t2d = vocab.maps(torch.tensor(ids), total)
+    assert (torch.arange(size) + d2t).tolist() == ids == t2d.nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("size", [0, 9])
+def test_impossible_sizes(size):
+    with pytest.raises(SpectrainError, match="draft_vocab_size"):
+        vocab.choose_tokens(torch.ones(8), size, [], 8)
+
+
+def test_no_room_for_special_tokens():
+    with pytest.raises(SpectrainError, match="no room"):
+        vocab.choose_tokens(torch.ones(8), 2, [1, 2, 3], 8)
+
+
+@pytest.fixture
+def saved(tiny, tmp_path):
+    head = make_head(tiny)
+    save_head(head, tmp_path / "head", {"provenance.json": {"seed": 1}})
+    return head, tmp_path / "head"
+
+
+def test_round_trip_is_exact(saved, tiny):
+    head, folder = saved
+    again = load_head(folder)
+    assert again.config == head.config
+    assert again.state_dict().keys() == head.state_dict().keys()
+    for name, value in head.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    hidden = torch.randn(3, tiny.hidden_size)
+    torch.testing.assert_close(again.logits(hidden, 0), head.logits(hidden, 0), atol=0, rtol=0)
+    assert json.loads((folder / "provenance.json").read_text()) == {"seed": 1}
+
+
+def test_whole_vocabulary_stores_no_map(tiny, tmp_path):
+    head = make_head(tiny, draft_vocab=392)
+    # The tokenizer has 384 entries: the 8 padded rows are never drafted, so a map is needed.
+    assert head.config.draft_vocab_size == 384
+    assert head.reduced
+
+
+def damage(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(saved):
+    """CASE 32"""
+    _, folder = saved
+
+    def change(tensors):
+        tensors["stranger.weight"] = torch.zeros(2)
+        tensors["fc.weight"] = torch.zeros(3, 3)
+        del tensors["norm.weight"]
+
+    damage(folder, change)
+    with pytest.raises(SpectrainError) as caught:
+        load_head(folder)
+    line = str(caught.value)
+    assert "missing norm.weight" in line
+    assert "unknown stranger.weight" in line
+    assert "fc.weight has shape (3, 3)" in line
+
+
+def test_absolute_map_is_refused(saved):
+    """CASE 31: ids where offsets belong would double every id."""
+    _, folder = saved
+
+    def change(tensors):
+        tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+    damage(folder, change)
+    with pytest.raises(SpectrainError, match="offsets"):
+        load_head(folder)
+
+
+def test_reduced_vocabulary_without_map_is_refused(saved):
+    """CASE 31"""
+    _, folder = saved
+    damage(folder, lambda tensors: tensors.pop("d2t"))
+    with pytest.raises(SpectrainError, match="missing d2t"):
+        load_head(folder)
+
+
+def test_head_is_untied_even_when_the_target_is_tied(saved, tiny):
+    """CASE 24: the head's own rows, whatever the target does."""
+    head, folder = saved
+    assert tiny.model.config.tie_word_embeddings
+    assert load_head(folder).lm_head.weight.shape == (120, tiny.hidden_size)
+
+
+def test_truncated_file_and_foreign_folder(saved, tmp_path):
+    _, folder = saved
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(SpectrainError, match="safetensors"):
+        load_head(folder)
+    with pytest.raises(SpectrainError, match="no head here"):
+        load_head(tmp_path)
+
+
+def test_unknown_family_and_bad_config(saved):
+    _, folder = saved
+    with pytest.raises(SpectrainError, match="did you mean 'eagle3'"):
+        family("eagle33")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "steps": 0}))
+    with pytest.raises(SpectrainError, match="steps"):
+        load_head(folder)
+
+
+def test_another_target_is_refused(saved, tiny):
+    head, folder = saved
+    check_target(head, tiny, str(folder))
+
+    class Other:
+        fingerprint, name = "0" * 16, "other"
+
+    with pytest.raises(SpectrainError, match="trained for"):
+        check_target(head, Other, str(folder))
