@@ -1,0 +1,194 @@
+"""`train-eagle` from a real store to a head on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from spectrain.core.errors import RunFailed, SpectrainError
+from spectrain.heads.io import load_head
+from spectrain.recipes import prepare, train
+from spectrain.trainer.metrics import read_metrics
+
+WORDS = ["apple", "dog", "two", "word", "letter", "seven", "fox", "quick", "lazy", "question"]
+
+
+@pytest.fixture(scope="module")
+def make_store(tiny_path, tmp_path_factory):
+    """make_store(seed, answer) → a store of 24 conversations, some answered by a single letter."""
+
+    def make(seed, answer=str.upper):
+        folder = tmp_path_factory.mktemp("store")
+        draw = random.Random(seed)
+        prompts = folder / "prompts.jsonl"
+        with prompts.open("w") as file:
+            for number in range(24):
+                words = " ".join(draw.choices(WORDS, k=draw.randint(3, 12)))
+                reply = answer(words) if number % 4 else "a"
+                turns = [("user", f"{number} {words}"), ("assistant", reply)]
+                messages = [{"role": role, "content": text} for role, text in turns]
+                file.write(json.dumps({"messages": messages}) + "\n")
+        prepare.run(
+            prepare.PrepareConfig(
+                target=str(tiny_path),
+                prompts=prompts,
+                store=folder / "store",
+                regenerate=False,
+                dtype="float32",
+            )
+        )
+        return folder / "store"
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def store(make_store):
+    return make_store(0)
+
+
+@pytest.fixture
+def config(store, tiny_path, tmp_path):
+    """config(**changes) → a short training of a small head in a folder of its own."""
+
+    def make(**changes):
+        settings = {
+            "target": str(tiny_path),
+            "store": store,
+            "out": tmp_path / "run",
+            "head": {"steps": 3, "draft_vocab_size": 40},
+            "steps": 6,
+            "batch_size": 4,
+            "micro_batch": 2,
+            "save_every": 3,
+            "log_every": 1,
+            "lr": 1e-2,
+        }
+        return train.TrainConfig(**{**settings, **changes})
+
+    yield make
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def test_a_run_leaves_a_head_its_history_and_a_report(config, tiny):
+    asked = config()
+    report = train.run(asked)
+    head = load_head(asked.out / "head")
+    assert head.config.steps == 3
+    assert head.config.target.fingerprint == tiny.fingerprint
+    assert report["steps"] == 6
+    assert report["head"] == str(asked.out / "head")
+    assert len(report["acceptance"]) == 3
+    assert report["supervised_tokens"] == read_metrics(asked.out)[-1]["supervised_tokens"] > 0
+
+    provenance = json.loads((asked.out / "head" / "provenance.json").read_text())
+    assert provenance["seed"] == 0
+    assert provenance["arguments"]["lr"] == 1e-2
+    assert provenance["store"] == report["store"]
+    training = json.loads((asked.out / "head" / "training.json").read_text())
+    assert [row["step"] for row in training["curve"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_finished_run_says_so_and_gives_its_report(config, capsys):
+    report = train.run(config())
+    before = (config().out / "head" / "model.safetensors").stat().st_mtime_ns
+    assert train.run(config()) == report
+    assert "this run is finished" in capsys.readouterr().err
+    assert (config().out / "head" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_another_run_in_the_same_folder_is_refused(config, make_store):
+    train.run(config())
+    with pytest.raises(SpectrainError, match=r"lr = 0\.01, now it is 0\.02.*overwrite"):
+        train.run(config(lr=0.02))
+    with pytest.raises(SpectrainError, match="started with store = "):
+        train.run(config(store=make_store(1)))
+    assert train.run(config(lr=0.02, overwrite=True))["steps"] == 6
+    assert train.run(config(lr=0.02, steps=8, extend=True))["steps"] == 8
+
+
+def test_interrupted_after_the_loop_writes_the_head_of_the_last_checkpoint(config, monkeypatch):
+    def fail(*_):
+        raise RunFailed("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "save_head", fail)
+        with pytest.raises(RunFailed):
+            train.run(config())
+    assert train.run(config())["steps"] == 6
+    assert (config().out / "head" / "config.json").is_file()
+
+
+def test_a_head_to_start_from_keeps_its_vocabulary(config, make_store, tmp_path):  # case 28
+    train.run(config())
+    first = load_head(config().out / "head")
+    other = make_store(7, answer=str.title)
+    train.run(config(store=other, init=config().out / "head", head={}, out=tmp_path / "warm"))
+    warm = load_head(tmp_path / "warm" / "head")
+    assert torch.equal(first.d2t, warm.d2t)
+    assert warm.config == first.config
+    # A head made for the other store guesses other tokens: the map would have changed.
+    train.run(config(store=other, out=tmp_path / "new"))
+    assert not torch.equal(load_head(tmp_path / "new" / "head").d2t, first.d2t)
+
+
+def test_options_of_the_head_are_checked_all_at_once(config):
+    with pytest.raises(SpectrainError) as caught:
+        train.run(config(head={"stepss": 3, "step_decay": 7}))
+    assert "unknown key head.stepss, did you mean 'steps'?" in str(caught.value)
+    assert "head.step_decay: 7 refused" in str(caught.value)
+    with pytest.raises(SpectrainError, match="cannot change the head given by init"):
+        train.run(config(init="somewhere"))
+    with pytest.raises(SpectrainError, match="unknown head family 'eagle9'"):
+        train.run(config(version=9))
+
+
+def test_features_of_other_layers_are_refused(config):
+    with pytest.raises(SpectrainError, match=r"the head reads layers \[0, 1, 2\], the store holds"):
+        train.run(config(head={"aux_layers": [0, 1, 2]}))
+
+
+def test_steps_and_epochs(config):
+    assert config(steps=None, epochs=1.5).total_steps(20) == 8
+    assert config(steps=None).total_steps(20) == 20
+    with pytest.raises(ValueError, match="steps and epochs are both given"):
+        config(epochs=1)
+
+
+def test_a_tracker_gets_the_metrics_too(config):
+    pytest.importorskip("tensorboard")
+    train.run(config(tracker="tensorboard"))
+    assert list(config().out.rglob("events.out.tfevents.*"))
+    assert len(read_metrics(config().out)) == 6
+
+
+def test_two_processes_train_what_one_does(config, tmp_path):
+    """Through the command line, over gloo; the single-letter replies have no later draft steps."""
+    one = config(out=tmp_path / "one", micro_batch=1, batch_size=8)
+    train.run(one)
+    two = tmp_path / "two"
+    settings = {"micro_batch": 1, "batch_size": 8, "save_every": 3, "log_every": 1, "lr": 1e-2}
+    settings |= {"head.steps": 3, "head.draft_vocab_size": 40, "steps": 6}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        + ["-m", "spectrain", "train-eagle", "--target", one.target, "--store", str(one.store)]
+        + ["--out", str(two), "--json", str(tmp_path / "report.json")]
+        + [part for key, value in settings.items() for part in ("--set", f"{key}={value}")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["processes"] == 2
+    expected, rows = read_metrics(one.out), read_metrics(two)
+    assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in expected], rel=1e-5)
+    assert [r["seen"] for r in rows] == [r["seen"] for r in expected]

@@ -1,0 +1,112 @@
+"""Two processes over gloo, forked: the loop with real exchanges of gradients."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+from spectrain.core.batch import Batch
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def on_two_ranks(monkeypatch):
+    """on_two_ranks(work) runs work(accelerator) in two processes; fails when one of them does."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def run(work):
+        children = []
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                try:
+                    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+                    AcceleratorState._reset_state(True)
+                    GradientState._reset_state()
+                    accelerator = Accelerator(cpu=True)
+                    assert accelerator.num_processes == 2
+                    work(accelerator)
+                    accelerator.end_training()
+                except BaseException:
+                    import traceback
+
+                    traceback.print_exc()
+                    os._exit(1)
+                os._exit(0)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert codes == [0, 0]
+
+    return run
+
+
+def unsupervised(batch: Batch) -> Batch:
+    return Batch(batch.tokens, torch.zeros_like(batch.reply), batch.aux, batch.last, batch.argmax)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_a_rank_without_supervised_rows_waits_for_nobody(
+    make_head, make_data, corpus, fit, tmp_path, on_two_ranks, micro_batch
+):
+    """Case 21: at every step one of the processes has no supervised row; the result is that of one
+    process that sees all rows."""
+    from spectrain.trainer.loop import train
+    from spectrain.trainer.settings import TrainerSettings
+
+    # Sorted by length and dealt in turns: the rows at odd places go to rank 1.
+    rows = sorted(corpus, key=lambda row: row.tokens.shape[1])[:4]
+    rows = [rows[0], unsupervised(rows[1]), rows[2], unsupervised(rows[3])]
+    options = {"steps": 4, "batch_size": 4, "log_every": 1, "micro_batch": micro_batch}
+    single = make_head()
+    _, expected = fit(single, make_data(rows=rows), tmp_path / "one", **options)
+
+    def work(accelerator):
+        head = make_head()
+        settings = TrainerSettings(**options)
+        train(head, make_data(rows=rows), settings, accelerator, tmp_path / "two", {})
+        gap = max(
+            (a - b).abs().max().item()
+            for a, b in zip(head.parameters(), single.parameters(), strict=True)
+        )
+        assert gap < 1e-4, gap  # on both ranks
+
+    on_two_ranks(work)
+    lines = (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()
+    got = [json.loads(line) for line in lines]
+    assert [r["loss"] for r in got] == pytest.approx([r["loss"] for r in expected], rel=1e-5)
+    assert [r["hits"] for r in got] == [r["hits"] for r in expected]
+
+
+def test_a_bad_step_of_one_rank_is_skipped_by_both(make_head, make_data, tmp_path, on_two_ranks):
+    from spectrain.trainer.loop import train
+    from spectrain.trainer.settings import TrainerSettings
+
+    def work(accelerator):
+        loads = iter(range(100))
+
+        def poison(batch):
+            if next(loads) == 1 and accelerator.process_index == 1:
+                batch.aux[:, 3] = float("nan")
+
+        settings = TrainerSettings(steps=4, batch_size=4, micro_batch=2, log_every=1)
+        head = make_head()
+        data = make_data(before_load=poison)
+        state = train(head, data, settings, accelerator, tmp_path, {})
+        assert (state.skipped, state.step) == (1, 4)
+        assert all(torch.isfinite(value).all() for value in head.parameters())
+
+    on_two_ranks(work)
