@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -269,17 +270,27 @@ def _run(
             require_writable(json)  # now, not after hours of work
         module = importlib.import_module(f"spectrain.recipes.{recipe}")
         model = getattr(module, config_class)
-        _finish(module.run(load_config(model, verb, file, overrides or [], flags)), json)
+        report = module.run(load_config(model, verb, file, overrides or [], flags))
+        _finish(report, json, getattr(module, "render", None))
 
 
-def _finish(report: dict[str, Any], json: str | None) -> None:
+def _finish(
+    report: dict[str, Any], json: str | None, render: Callable[[dict[str, Any]], Any] | None = None
+) -> None:
+    """Print the report the recipe's own way, or plainly, and write it to the --json file."""
+    from rich.console import Console
+
     from spectrain.core.files import write_json
     from spectrain.core.progress import main_process
-    from spectrain.core.show import show
+    from spectrain.core.show import WIDTH, show
 
     if not main_process():
         return
-    typer.echo(show(report))
+    shown = (render or show)(report)
+    if isinstance(shown, str):
+        typer.echo(shown)
+    else:
+        Console(width=WIDTH, highlight=False).print(shown)
     if json is not None:
         write_json(json, report)
 

@@ -60,7 +60,7 @@ def grouped_attention(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """query [B, Q, n, d], key/value [B, G, S, d], mask [B, n, S] bool or None (causal) → [B, Q, n, d].
+    """query [B, Q, n, d], key, value [B, G, S, d], mask [B, n, S] → [B, Q, n, d]; None: causal.
 
     The Q/G queries that share a kv head are laid side by side as more query rows, so keys and
     values are read once and never repeated in memory.

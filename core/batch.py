@@ -41,7 +41,7 @@ class Batch:
            included), 0 elsewhere
     aux    [B, T, A] the target's auxiliary states low→mid→high, or None when not captured
     last   [B, T, H] the target's last state after the final norm, zeros where it was not kept
-    argmax [B, T] int64, the target's own argmax for x[t+1] over the whole vocabulary; −1 where unknown
+    argmax [B, T] int64, the target's own argmax for x[t+1] over the whole vocabulary; −1: unknown
     """
 
     tokens: Tensor

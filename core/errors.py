@@ -20,6 +20,6 @@ class SpectrainError(Exception):
 
 
 class RunFailed(SpectrainError):
-    """The input was fine but the work could not be finished (disk full, loss not finite): exit 1."""
+    """The input was fine, the work could not be finished (disk full, loss not finite): exit 1."""
 
     exit_code = 1

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 def can_pack() -> bool:
     """Whether this build of torch has the oneDNN operators."""
-    return torch.backends.mkldnn.is_available() and hasattr(
-        torch.ops.mkldnn, "_linear_pointwise"
-    )
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 class PackedLinear(nn.Module):

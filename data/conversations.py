@@ -52,8 +52,9 @@ def read_conversations(
     regenerate: bool | Literal["auto"] = "auto",
     on_bad_row: BadRows = "stop",
     fates: Counter[str] | None = None,
+    keep_order: bool = False,
 ) -> list[Conversation]:
-    """Read a JSONL file of conversations, ordered by content hash, each once.
+    """Read a JSONL file of conversations, ordered by content hash (or as in the file), each once.
 
     regenerate: True cuts every conversation after its last user turn, to be answered anew; False
     keeps given replies and drops conversations without one; "auto" keeps the replies of those that
@@ -92,7 +93,7 @@ def read_conversations(
         raise SpectrainError(
             "the file is empty", where=str(path), fix='give a JSONL file of {"messages": […]} rows'
         )
-    return [chosen[key][1] for key in sorted(chosen)]
+    return [chosen[key][1] for key in (chosen if keep_order else sorted(chosen))]
 
 
 def split_of(prompt_id: str, heldout: float) -> str:
@@ -104,8 +105,10 @@ def split_of(prompt_id: str, heldout: float) -> str:
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """(file:line, content) of the lines that are not blank."""
-    if not path.is_file():
+    if not path.exists():
         raise SpectrainError("no such file", where=str(path), fix="check --prompts")
+    if path.is_dir():
+        raise SpectrainError("a folder, not a JSONL file", where=str(path), fix="check --prompts")
     with disk_errors(path), open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():

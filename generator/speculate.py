@@ -64,7 +64,10 @@ class Completion:
 
 @dataclass
 class Clock:
-    """Seconds by stage. `total` runs from the first draft on; what is in no stage is overhead."""
+    """Seconds by stage as the host sees them (on a GPU: until the work is queued).
+
+    `total` runs from the first draft on; what is neither draft nor verify is overhead.
+    """
 
     prefill: float = 0.0
     draft: float = 0.0
@@ -75,6 +78,13 @@ class Clock:
     @property
     def overhead(self) -> float:
         return self.total - self.draft - self.verify
+
+    def add(self, other: Clock) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def clear(self) -> None:
+        self.__init__()
 
 
 class Generator:
@@ -120,9 +130,7 @@ class Generator:
         tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
         counts = torch.tensor(lengths, device=device)
         cache = target.new_cache(len(prompts), slots)
-        features = target.forward(
-            tokens, cache=cache, aux_layers=aux_layers, view=tokens.shape[1]
-        )
+        features = target.forward(tokens, cache=cache, aux_layers=aux_layers, view=tokens.shape[1])
         cache.commit(counts)
         at_end = features.last.gather(
             1, (counts - 1)[:, None, None].expand(-1, 1, features.last.shape[-1])
@@ -221,7 +229,9 @@ class Generator:
                 raise SpectrainError(
                     f"{len(prompt)} tokens; the target takes 1 to {longest}",
                     where=f"prompt {index + 1}",
-                    fix="shorten the prompt" if len(prompt) else "an empty prompt has no next token",
+                    fix="shorten the prompt"
+                    if len(prompt)
+                    else "an empty prompt has no next token",
                 )
         return [min(max_new_tokens, longest - len(prompt)) for prompt in prompts]
 
@@ -245,5 +255,3 @@ def _choose(logits: Tensor, sampling: Sampling, random: torch.Generator) -> Tens
 
 def _view(needed: int, slots: int) -> int:
     return min(slots, -(-needed // _VIEW) * _VIEW)
-
-

@@ -184,8 +184,9 @@ class DraftHead(nn.Module, ABC):
         """Read verified positions and return the logits of the first guess, [B, D].
 
         Row i of `features` [B, n, …] belongs to position p+i, tokens [B, n] to x[p+i+1]; only the
-        first counts[b] rows are real (0: the sequence has ended, its result is not used). Everything drafted before is forgotten. `view` bounds the
-        cache slots looked at (longest sequence plus what will be drafted; 0 = all).
+        first counts[b] rows are real (0: the sequence has ended, its result is not used).
+        Everything drafted before is forgotten. `view` bounds the cache slots looked at (longest
+        sequence plus what will be drafted; 0 = all).
         """
 
     @abstractmethod
@@ -207,6 +208,8 @@ class DraftHead(nn.Module, ABC):
 
     def spread(self, probabilities: Tensor) -> Tensor:
         """Probabilities over the draft vocabulary [..., D] → over the target's [..., V]."""
-        ids = self.to_target(torch.arange(self.config.draft_vocab_size, device=probabilities.device))
+        ids = self.to_target(
+            torch.arange(self.config.draft_vocab_size, device=probabilities.device)
+        )
         full = probabilities.new_zeros(*probabilities.shape[:-1], self.config.vocab_size)
         return full.index_copy_(-1, ids, probabilities)

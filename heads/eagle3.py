@@ -215,9 +215,7 @@ class Eagle3Head(DraftHead):
                 own_keys.append(key)
                 own_values.append(value)
             query = self.midlayer.query(merged, table)
-            attended = ttt_attention(
-                query, keys, values, own_keys, own_values, anchors, self.scale
-            )
+            attended = ttt_attention(query, keys, values, own_keys, own_values, anchors, self.scale)
             hidden = self.midlayer.finish(hidden, attended)
             yield Unrolled(step, hidden, anchors.flat)
 

@@ -70,7 +70,8 @@ def initialise(head: Any, target: Any, ids: Tensor, *, from_layer: bool) -> None
     for name in ("gate_proj", "up_proj", "down_proj"):
         _copy_linear(getattr(layer.mlp, name), getattr(source.mlp, name, None))
     _copy_norm(layer.hidden_norm, getattr(source, "input_layernorm", None))
-    _copy_norm(layer.post_attention_layernorm, getattr(source, "post_attention_layernorm", None))
+    theirs = getattr(source, "post_attention_layernorm", None)
+    _copy_norm(layer.post_attention_layernorm, theirs)
 
 
 def _copy_linear(own: nn.Linear, theirs: nn.Module | None) -> None:
@@ -79,7 +80,7 @@ def _copy_linear(own: nn.Linear, theirs: nn.Module | None) -> None:
 
 
 def _copy_norm(own: nn.Module, theirs: nn.Module | None) -> None:
-    """Copy a norm's weight so that it computes the same (Gemma stores weight − 1); else leave it."""
+    """Copy a norm so that it computes the same (Gemma stores weight − 1); else leave it alone."""
     weight = getattr(theirs, "weight", None)
     if weight is None or weight.shape != own.weight.shape:
         return

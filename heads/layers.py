@@ -20,9 +20,7 @@ __all__ = ["MLP", "RMSNorm", "Rotary", "rotate"]
 class Rotary(nn.Module):
     """Rotary positions with the target's own base and scaling (default, linear, llama3, yarn …)."""
 
-    def __init__(
-        self, head_dim: int, max_positions: int, parameters: dict[str, Any]
-    ) -> None:
+    def __init__(self, head_dim: int, max_positions: int, parameters: dict[str, Any]) -> None:
         super().__init__()
         self._table = LlamaRotaryEmbedding(
             LlamaConfig(

@@ -1,4 +1,4 @@
-"""Losses shared by the heads: one value per row, never a mean: they are summed and divided once, over everything.
+"""Losses shared by the heads: one value per row, never a mean; they are summed and divided once.
 
 R rows, D draft vocabulary.
 """

@@ -58,7 +58,7 @@ def ttt_attention(
     anchors: Anchors,
     scale: float,
 ) -> Tensor:
-    """query [R, Q, d]; keys, values [B, T, G, d] of step 0; own_* k tensors [R, G, d] → [R, Q·d]."""
+    """query [R, Q, d]; keys, values [B, T, G, d] of step 0; own_* k times [R, G, d] → [R, Q·d]."""
     rows, heads, size = query.shape
     length, groups = keys.shape[1:3]
     share = heads // groups

@@ -18,7 +18,7 @@ from spectrain.data.shard import RowInfo
 from spectrain.data.store import FeatureStore
 from spectrain.evaluation.alpha import acceptance
 from spectrain.evaluation.plot import draw
-from spectrain.evaluation.report import show
+from spectrain.evaluation.report import render
 from spectrain.evaluation.summary import DEFINITIONS, Conversation, by_domain, summarise
 from spectrain.heads.base import DraftHead
 from spectrain.heads.io import check_target, load_head
@@ -59,8 +59,11 @@ class EvalConfig(Config):
         return value
 
 
+__all__ = ["EvalConfig", "render", "run"]
+
+
 def run(config: EvalConfig) -> dict[str, Any]:
-    """Measure, print the tables, write the plot; returns the report as plain JSON values."""
+    """Measure and write the plot; returns the report as plain JSON values."""
     store = FeatureStore.open(config.store)
     head = load_head(config.head)
     rows = store.rows(config.split)
@@ -98,7 +101,6 @@ def run(config: EvalConfig) -> dict[str, Any]:
         "definitions": DEFINITIONS,
         "plot": str(config.out / PLOT),
     }
-    show(report)
     atomic_write(config.out / PLOT, draw(report))
     return report
 

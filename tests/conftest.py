@@ -17,6 +17,7 @@ from tiny_models import make_tokenizer, save_tiny
 
 torch.set_num_threads(1)  # tiny tensors; xdist brings the parallelism
 
+
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
     """Every connection that leaves this machine fails."""

@@ -112,9 +112,7 @@ def test_tree_nodes_see_their_ancestors_only(pair):
     got = target.forward(nodes, cache=cache, ancestors=ancestors, depths=depths)
     for branch, part in ((left, slice(0, 3)), (right, slice(3, 6))):
         alone = stock(torch.cat([prefix, branch], dim=1), use_cache=False).logits[0, 9:]
-        torch.testing.assert_close(
-            target.logits(got.last[0, part]), alone, atol=1e-4, rtol=1e-4
-        )
+        torch.testing.assert_close(target.logits(got.last[0, part]), alone, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from rich.console import Console
 
 from spectrain.core.config import load_config
 from spectrain.core.errors import SpectrainError
@@ -14,7 +15,7 @@ from spectrain.data.shard import Row
 from spectrain.data.writer import StoreWriter
 from spectrain.heads.eagle3 import Eagle3Head, Eagle3Options
 from spectrain.heads.io import save_head
-from spectrain.recipes.evaluate import EvalConfig, run
+from spectrain.recipes.evaluate import EvalConfig, render, run
 
 SHAPES = [(3, 9, 0.0, "code"), (2, 5, 0.0, "chat"), (4, 12, 1.0, "code"), (1, 7, None, None)]
 
@@ -65,7 +66,7 @@ def evaluate(settings, **changes):
     return run(load_config(EvalConfig, "eval", flags=settings | changes))
 
 
-def test_report(settings, tmp_path, capsys):
+def test_report(settings, tmp_path):
     report = evaluate(settings)
     json.dumps(report, allow_nan=False)
     assert (tmp_path / "out" / "alpha.png").read_bytes().startswith(b"\x89PNG")
@@ -80,7 +81,10 @@ def test_report(settings, tmp_path, capsys):
     assert list(greedy["domains"]) == ["chat", "code"]
     for row in sampled["positions"]:
         assert 0 < row["marginal"]["value"] < 1
-    shown = capsys.readouterr().out
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(render(report))
+    shown = captured.get()
     assert max(map(len, shown.splitlines())) <= 80
     for word in ("temperature 0", "conditional", "τ", "chat", "bootstrap over conversations"):
         assert word in shown

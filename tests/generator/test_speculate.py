@@ -125,7 +125,7 @@ def test_new_token_limits(tiny, stock, prompts, new):
     """CASE 42: 0, 1 and limits inside a block."""
     for prompt in prompts[:5]:
         truth = plain(stock, prompt, new) if new else []
-        head = GoodGuesser(make_head(tiny), prompt.tolist() + [*truth, 5, 5, 5], 1000)
+        head = GoodGuesser(make_head(tiny), [*prompt.tolist(), *truth, 5, 5, 5], 1000)
         got = Generator(tiny, head, 4).generate([prompt], new)[0]
         assert got.tokens == truth
 
@@ -175,7 +175,7 @@ def test_same_seed_same_text_other_seed_other_text(tiny, prompts):
 
 def test_sampled_text_has_the_plain_distribution(tiny, prompts):
     """Two-sample chi-square over the third new token, 3,000 draws each: plain decoding and a head
-    whose guesses are drawn from its own q. Fails by chance once in 10,000 seeds; seeds are fixed."""
+    whose guesses are drawn from its own q. By chance it fails at 1 of 10,000 seeds (fixed here)."""
     head = make_head(tiny, wild=False)
     prompt = prompts[3]
     rows = [prompt] * 3000

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from tiny_models import make_batch, make_head, random_rows
 
 from spectrain.core.batch import Batch, counted
@@ -146,7 +145,9 @@ def slow_objective(head, batch: Batch):
                 hidden = hidden + attention.o_proj.weight @ torch.cat(out)
                 x = norm(hidden, layer.post_attention_layernorm)
                 gate = torch.nn.functional.silu(layer.mlp.gate_proj.weight @ x)
-                hidden = hidden + layer.mlp.down_proj.weight @ (gate * (layer.mlp.up_proj.weight @ x))
+                hidden = hidden + layer.mlp.down_proj.weight @ (
+                    gate * (layer.mlp.up_proj.weight @ x)
+                )
                 logits = head.lm_head.weight @ norm(hidden, head.norm)
                 teacher = readout.weight @ batch.last[b, t + 1 + k]
                 best = int(teacher.argmax())

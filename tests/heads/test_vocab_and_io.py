@@ -122,7 +122,7 @@ def test_reduced_vocabulary_without_map_is_refused(saved):
 
 def test_head_is_untied_even_when_the_target_is_tied(saved, tiny):
     """CASE 24: the head's own rows, whatever the target does."""
-    head, folder = saved
+    _, folder = saved
     assert tiny.model.config.tie_word_embeddings
     assert load_head(folder).lm_head.weight.shape == (120, tiny.hidden_size)
 

@@ -1,0 +1,214 @@
+"""`spectrain generate`: replies by the target, with a head in front or without; and the comparison.
+
+With `compare` the same prompts are decoded three ways in one run, prompt by prompt in turn:
+with the head, by the same engine without it, and by `transformers` itself.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from spectrain.core.config import Config
+from spectrain.core.errors import SpectrainError
+from spectrain.core.files import atomic_write
+from spectrain.core.packing import pack
+from spectrain.core.target import Target
+from spectrain.data.conversations import Conversation, read_conversations
+from spectrain.data.tokenise import Refused, prompt_ids, require_template
+from spectrain.evaluation.race import of_generator, race, speedup, stock, summary
+from spectrain.generator.sampling import Sampling
+from spectrain.generator.speculate import Clock, Generator
+from spectrain.heads.base import DraftHead
+from spectrain.heads.io import check_target, load_head
+
+REPLIES = "replies.jsonl"
+DEFINITIONS = {
+    "tau": "tokens committed per target forward, the target's own included; the prefill's first "
+    "token and everything after a stop token excluded",
+    "spectrain-plain": "this engine without a head, same kernels and cache",
+    "transformers": "the library's own generate(), dynamic cache, not compiled",
+}
+
+
+class GenerateConfig(Config):
+    """What `spectrain generate` is told."""
+
+    target: str = Field("smollm2-135m", description="target: embedded name, folder or hub id")
+    head: Path | None = Field(None, description="folder of the trained head; none: plain decoding")
+    prompts: Path | None = Field(None, description="JSONL of prompts; last replies are left out")
+    prompt: str | None = Field(None, description="one prompt as text")
+    limit: int | None = Field(None, ge=1, description="only the first so many prompts of the file")
+    out: Path | None = Field(None, description="folder for replies.jsonl")
+    max_new_tokens: int = Field(128, ge=0, description="longest reply in tokens")
+    draft_tokens: int | None = Field(
+        None, ge=1, le=16, description="tokens drafted per step; default: the head's own steps"
+    )
+    temperature: float = Field(0.0, ge=0, description="0: greedy")
+    top_k: int = Field(0, ge=0, description="only the k most likely tokens; 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus; 1: everything")
+    seed: int = Field(0, ge=0, description="of everything random")
+    compare: bool = Field(False, description="also decode without the head, and compare")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="number type of target and head; auto: float32 on a CPU"
+    )
+    on_bad_row: Literal["stop", "skip"] = Field("stop", description="at a line that is no prompt")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> GenerateConfig:
+        if (self.prompts is None) == (self.prompt is None):
+            raise ValueError("give either --prompts FILE or --prompt TEXT")
+        if self.compare and self.head is None:
+            raise ValueError("--compare needs a --head to compare with plain decoding")
+        return self
+
+
+def run(config: GenerateConfig) -> dict[str, Any]:
+    """Decode and return the report; with `out` the replies are written there as JSONL."""
+    head = load_head(config.head) if config.head else None
+    conversations = _conversations(config)
+    target = Target.load(config.target, dtype=config.dtype)
+    require_template(target.tokenizer)
+    prompts = [_ids(target, c) for c in conversations]
+    sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
+
+    clocks: dict[str, Clock] = {}
+    methods = {}
+
+    def add(name: str, own: DraftHead | None, draft_tokens: int | None) -> None:
+        clocks[name] = Clock()
+        generator = Generator(target, own, draft_tokens)
+        methods[name] = of_generator(generator, config.max_new_tokens, sampling, clocks[name])
+
+    if head is not None:
+        check_target(head, target, str(config.head))
+        head.bind(target.readout).to(target.device, target.dtype)
+        pack(head)
+        add(head.family, head, config.draft_tokens)
+    if head is None or config.compare:
+        add("spectrain-plain", None, None)
+    if config.compare and sampling.greedy:
+        methods["transformers"] = stock(target, config.max_new_tokens)
+
+    results = race(methods, prompts, clocks)
+    own = next(iter(methods))
+    report = {
+        "target": target.name,
+        "head": str(config.head) if config.head else None,
+        "prompts": len(prompts),
+        "temperature": config.temperature,
+        "max_new_tokens": config.max_new_tokens,
+        "draft_tokens": (config.draft_tokens or head.config.steps) if head else None,
+        "methods": {
+            name: summary(result["done"], result["seconds"], clocks.get(name))
+            for name, result in results.items()
+        },
+        "definitions": DEFINITIONS,
+    }
+    if config.compare:
+        report |= _comparison(results, own, config.seed)
+    replies = [
+        {"tokens": done.tokens, "text": target.tokenizer.decode(_shown(done.tokens, target)),
+         "finish": done.finish}
+        for done in results[own]["done"]
+    ]  # fmt: skip
+    if config.out:
+        lines = [
+            json.dumps(
+                {
+                    "messages": [
+                        *conversation.messages,
+                        {"role": "assistant", "content": reply["text"]},
+                    ],
+                    "domain": conversation.domain,
+                    "temperature": config.temperature,
+                    "finish_reason": reply["finish"],
+                },
+                ensure_ascii=False,
+            )
+            for conversation, reply in zip(conversations, replies, strict=True)
+        ]
+        config.out.mkdir(parents=True, exist_ok=True)
+        atomic_write(config.out / REPLIES, "\n".join(lines) + "\n")
+        report["replies"] = str(config.out / REPLIES)
+    if config.prompt is not None:
+        report["text"] = replies[0]["text"]
+    return report
+
+
+def render(report: dict[str, Any]) -> str:
+    """What a person reads: the reply, or the table of the methods."""
+    lines = []
+    if "text" in report:
+        lines += [report["text"], ""]
+    lines.append(
+        f"{report['prompts']} prompts, at most {report['max_new_tokens']} new tokens, "
+        f"temperature {report['temperature']:g}, {report['draft_tokens'] or 0} drafted a step"
+    )
+    lines.append(
+        f"{'':<18}{'tokens':>8}{'tokens/s':>10}{'tau':>7}{'draft':>8}{'verify':>8}{'rest':>7}"
+    )
+    for name, method in report["methods"].items():
+        row = f"{name:<18}{method['tokens']:>8}{method['tokens_per_second']:>10.1f}"
+        row += f"{method['tau']:>7.2f}" if method["tau"] is not None else f"{'–':>7}"
+        if "stages" in method:
+            stages = method["stages"]
+            row += f"{stages['draft']:>8.0%}{stages['verify']:>8.0%}{stages['overhead']:>7.1%}"
+        lines.append(row)
+    if "speedup" in report:
+        for against in report["speedup"]:
+            low, high = against["low"], against["high"]
+            between = "" if low is None else f" ({low:.2f}–{high:.2f})"
+            lines.append(f"speedup {against['value']:.2f}×{between} over {against['baseline']}")
+        for name, count in report["identical"].items():
+            lines.append(f"the same tokens as {name}: {count} of {report['prompts']} prompts")
+    lines += ["", *(f"{name}: {text}" for name, text in report["definitions"].items()
+                    if name == "tau" or name in report["methods"])]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _comparison(results: dict[str, dict[str, list]], own: str, seed: int) -> dict[str, Any]:
+    """Speed of the head's method over each other, and in how many prompts the ids agree."""
+    others = [name for name in results if name != own]
+    return {
+        "speedup": [
+            {"baseline": name, "method": own, **speedup(results[own], results[name], seed)}
+            for name in others
+        ],
+        "identical": {
+            name: sum(
+                mine.tokens == theirs.tokens
+                for mine, theirs in zip(results[own]["done"], results[name]["done"], strict=True)
+            )
+            for name in others
+        },
+    }
+
+
+def _conversations(config: GenerateConfig) -> list[Conversation]:
+    if config.prompt is not None:
+        messages = ({"role": "user", "content": config.prompt},)
+        return [Conversation("prompt", "prompt", messages)]
+    return read_conversations(config.prompts, True, config.on_bad_row, keep_order=True)[
+        : config.limit
+    ]
+
+
+def _ids(target: Target, conversation: Conversation) -> Tensor:
+    try:
+        return torch.tensor(prompt_ids(target.tokenizer, conversation, target.max_length))
+    except Refused as refused:
+        text = str(conversation.messages[-1]["content"])[:40]
+        raise SpectrainError(
+            f"prompt {text!r} cannot be used: {refused.reason}", fix="mend or leave out the prompt"
+        ) from None
+
+
+def _shown(tokens: list[int], target: Target) -> list[int]:
+    """Without the stop token, which is no part of the text."""
+    return tokens[:-1] if tokens and tokens[-1] in target.stop_ids else tokens
