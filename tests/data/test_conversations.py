@@ -109,6 +109,8 @@ def test_empty_file_is_refused(tmp_path, content):
 def test_missing_file_is_refused(tmp_path):
     with pytest.raises(SpectrainError, match="no such file"):
         read_conversations(tmp_path / "absent.jsonl")
+    with pytest.raises(SpectrainError, match="a folder, not a JSONL file"):
+        read_conversations(tmp_path)
 
 
 def test_tools_as_list_or_as_text_are_the_same(jsonl):
