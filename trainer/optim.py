@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from spectrain.core.errors import SpectrainError
+from spectrain.trainer.muon import Muon
 from spectrain.trainer.settings import TrainerSettings
 
 BETAS = (0.9, 0.95)

@@ -1,0 +1,58 @@
+"""fast_linear is F.linear, forward and backward, whichever product it uses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from spectrain.core import fast_linear as module
+from spectrain.core.fast_linear import BACKWARD_ROWS, FORWARD_ROWS, Linear, fast_linear
+from spectrain.core.packing import can_pack
+
+
+@pytest.fixture
+def onednn(monkeypatch):
+    if not can_pack():
+        pytest.skip("this torch has no oneDNN operators")
+    monkeypatch.setattr(module, "preferred", lambda: True)
+
+
+@pytest.mark.parametrize("rows", [1, FORWARD_ROWS, BACKWARD_ROWS, BACKWARD_ROWS + 17])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_values_and_gradients(onednn, rows, with_bias):
+    torch.manual_seed(0)
+    results = []
+    for function in (fast_linear, F.linear):
+        torch.manual_seed(1)
+        x = torch.randn(rows, 24, requires_grad=True)
+        weight = torch.randn(40, 24, requires_grad=True)
+        bias = torch.randn(40, requires_grad=True) if with_bias else None
+        y = function(x, weight, bias)
+        (y * torch.randn(rows, 40)).sum().backward()
+        results.append([y.detach(), x.grad, weight.grad, bias.grad if with_bias else None])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-4)
+
+
+def test_shapes_strides_and_frozen_tensors(onednn):
+    torch.manual_seed(0)
+    layer = Linear(24, 40).requires_grad_(False)
+    x = torch.randn(3, 24, 200).transpose(1, 2).requires_grad_()
+    y = layer(x)
+    assert y.shape == (3, 200, 40)
+    y.square().sum().backward()
+    assert layer.weight.grad is None
+    expected = x.detach().requires_grad_()
+    F.linear(expected, layer.weight, layer.bias).square().sum().backward()
+    torch.testing.assert_close(x.grad, expected.grad, rtol=1e-5, atol=1e-3)
+    # A gradient that is an expanded scalar, as of a sum.
+    assert torch.autograd.grad(layer(x).sum(), x)[0].shape == x.shape
+
+
+def test_other_types_take_the_plain_way(onednn):
+    x, weight = torch.randn(100, 8).bfloat16(), torch.randn(4, 8).bfloat16()
+    assert torch.equal(fast_linear(x, weight), F.linear(x, weight))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fast_linear(x.float(), weight.float()).dtype == torch.bfloat16
+    assert fast_linear(torch.randn(0, 8), torch.randn(4, 8)).shape == (0, 4)
