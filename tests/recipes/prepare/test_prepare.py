@@ -1,0 +1,117 @@
+"""prepare as a whole: what comes out, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+from preparing import prompt, talk, write
+
+from spectrain.core.errors import SpectrainError
+from spectrain.data.store import FeatureStore
+from spectrain.recipes import prepare
+
+
+def test_prompts_become_rows_with_the_targets_own_replies(config, tiny):
+    """Train prompts once at their temperature, held-out ones once at each of theirs; report,
+    manifest and store agree; at temperature 0 every supervised token is the target's argmax."""
+    report = prepare.run(config())
+    store = FeatureStore.open(config().store, verify=True)
+    store.require_target(tiny.fingerprint)
+    train, heldout = store.rows("train"), store.rows("heldout")
+    assert {row.temperature for row in train} == {1.0}
+    assert [row.temperature for row in heldout] == [0.0, 1.0] * (len(heldout) // 2)
+    assert len(train) + len(heldout) // 2 == 16
+    assert heldout
+    assert report["counts"]["rows"] == {"train": len(train), "heldout": len(heldout)}
+    assert report["supervised_tokens"]["train"] == sum(row.supervised for row in train)
+    assert report["supervised_tokens"]["train"] == store.token_counts("train", 392).sum()
+    assert report["fingerprint"] == store.manifest["fingerprint"]
+    assert report["bytes"] == sum(f.stat().st_size for f in config().store.glob("*.safetensors"))
+    assert set(report["seconds"]) == {"read", "load", "answer", "tokenise", "capture"}
+    assert all(rate > 0 for rate in report["tokens_per_second"].values())
+    assert store.manifest["settings"]["aux_layers"] == list(tiny.default_aux_layers())
+    for row in heldout[::2]:
+        batch = store.batch([row])
+        where = batch.argmax[0] >= 0
+        assert int(where.sum()) == row.supervised
+        assert batch.tokens[0][1:][where[:-1]].tolist() == batch.argmax[0][where].tolist()
+        assert tiny.tokenizer.decode(batch.tokens[0]).startswith("<|im_start|>user\nHow many")
+
+
+def test_given_replies_are_not_asked_for(config, tmp_path, monkeypatch):
+    """`auto` keeps them with their own facts; the target is asked for nothing."""
+    monkeypatch.setattr(prepare, "complete", None)
+    rows = [talk(f"q{n}", "a reply", temperature=0.7, finish_reason="stop") for n in range(4)]
+    prompts = write(tmp_path / "given.jsonl", [*rows, talk("q", "cut", finish_reason="length")])
+    report = prepare.run(config(prompts=prompts, heldout=0.0))
+    rows = FeatureStore.open(config().store).rows("train")
+    assert sorted(row.temperature or 0 for row in rows) == [0, 0.7, 0.7, 0.7, 0.7]
+    assert report["counts"]["length_stopped"] == 1
+    assert report["tokens_per_second"]["answer"] is None
+
+
+def test_regenerate_replaces_given_replies(config, tmp_path):
+    prompts = write(tmp_path / "given.jsonl", [talk("q", "not the target's words")])
+    prepare.run(config(prompts=prompts, heldout=0.0, regenerate=True))
+    store = FeatureStore.open(config().store)
+    (row,) = store.rows("train")
+    assert row.temperature == 1.0
+    assert row.supervised <= 8
+
+
+def test_every_dropped_row_is_counted(config, tmp_path):
+    """Cases 1, 2, 7, 8 and 12 in one file: the sum of fates is the number of lines."""
+    prompts = write(
+        tmp_path / "mixed.jsonl",
+        [
+            talk("q", "good"),
+            talk("q", "good"),
+            {"messages": [{"role": "system", "content": "only"}]},
+            prompt("unanswered"),
+            talk("long " * 100, "behind the limit"),
+            talk("q", ""),
+            talk("q", "cut", finish_reason="length"),
+            {"text": "no messages"},
+        ],
+    )
+    report = prepare.run(
+        config(
+            prompts=prompts,
+            regenerate=False,
+            on_bad_row="skip",
+            max_length=60,
+            length_stopped="drop",
+        )
+    )
+    assert report["counts"]["dropped"] == {
+        "bad-row": 1,
+        "duplicate": 1,
+        "empty-reply": 1,
+        "length-stopped": 1,
+        "no-assistant-turn": 1,
+        "no-user-turn": 1,
+        "truncated-away": 1,
+    }
+    assert sum(report["counts"]["rows"].values()) == 1
+
+
+def test_all_rows_dropped_is_an_error_with_the_reasons(config, tmp_path):
+    prompts = write(tmp_path / "none.jsonl", [talk("q", ""), talk("word " * 200, "x")])
+    with pytest.raises(SpectrainError, match=r"no row is left: 1 empty-reply, 1 truncated-away"):
+        prepare.run(config(prompts=prompts, max_length=50))
+    with pytest.raises(SpectrainError, match="incomplete"):
+        FeatureStore.open(config().store)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 512}, "leaves no room for a prompt"),
+        ({"aux_layers": (0, 1, 4)}, "not ascending layers of 0 … 3"),
+        ({"aux_layers": (2, 1, 0)}, "not ascending layers"),
+        ({"prompts": Path("absent.jsonl")}, "no such file"),
+    ],
+)
+def test_impossible_settings_are_one_line(config, changes, message):
+    with pytest.raises(SpectrainError, match=message) as caught:
+        prepare.run(config(**changes))
+    assert "\n" not in str(caught.value)

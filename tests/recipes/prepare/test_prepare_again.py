@@ -1,0 +1,74 @@
+"""prepare run again: nothing twice, nothing stale, the same bytes."""
+
+import shutil
+
+import pytest
+from preparing import PROMPTS, content, write
+
+from spectrain.core.errors import SpectrainError
+from spectrain.data.store import FeatureStore
+from spectrain.recipes import prepare
+
+
+def test_rerun_does_nothing_and_changes_nothing(config, clean, monkeypatch):
+    prepare.run(config())
+    monkeypatch.setattr(prepare, "complete", None)
+    monkeypatch.setattr(prepare, "capture", None)
+    report = prepare.run(config())
+    assert report["tokens_per_second"] == {"answer": None, "capture": None}
+    assert content(config().store) == clean
+
+
+def test_reordered_and_duplicated_source_gives_the_same_bytes(config, clean):
+    """Case 13."""
+    write(config().prompts, PROMPTS[5:] + PROMPTS[::-1])
+    report = prepare.run(config())
+    assert report["counts"]["dropped"] == {"duplicate": 11}
+    now = content(config().store)
+    # the count of duplicates is the one thing that may differ
+    assert now.keys() == clean.keys()
+    assert [name for name in now if now[name] != clean[name]] == ["manifest.json"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"max_length": 100}, "max_length = 2048, now it is 100"),
+        ({"heldout": 0.5}, "heldout = 0.3"),
+        ({"dtype": "float32"}, "dtype = 'bfloat16', now it is 'float32'"),
+        ({"aux_layers": (0, 1, 2)}, "aux_layers"),
+        ({"temperature": 0.5}, "temperature = 1.0, now it is 0.5"),
+        ({"limit": 10}, "source"),
+        ({"target_dtype": "bfloat16"}, r"target\.dtype"),
+    ],
+)
+def test_other_settings_are_refused(config, changes, key):
+    """Case 14: never stale features; the line names the first setting that differs."""
+    prepare.run(config(limit=12))
+    with pytest.raises(SpectrainError, match=f"prepared with .*{key}.*another --store"):
+        prepare.run(config(**({"limit": 12} | changes)))
+
+
+def test_other_template_is_refused(config, tiny_path, tmp_path):
+    prepare.run(config(limit=4))
+    other = shutil.copytree(tiny_path, tmp_path / "other")
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant", "bot"))
+    with pytest.raises(SpectrainError, match="template = "):
+        prepare.run(config(limit=4, target=str(other)))
+
+
+def test_overwrite_keeps_replies_that_still_hold(config, monkeypatch):
+    """Features are made anew; the target is not asked again for the same prompts."""
+    prepare.run(config())
+    monkeypatch.setattr(prepare, "complete", None)
+    prepare.run(config(dtype="float32", overwrite=True))
+    assert FeatureStore.open(config().store).manifest["settings"]["dtype"] == "float32"
+
+
+def test_damaged_shard_is_made_anew(config, clean):
+    prepare.run(config())
+    file = config().store / "shard-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    prepare.run(config())
+    assert content(config().store) == clean
