@@ -11,6 +11,7 @@ import json
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from spectrain.core import attention, models
 from spectrain.core.batch import Features
@@ -63,6 +64,7 @@ class Target:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         wanted = "auto" if dtype == "auto" and device != "cpu" else _dtype(dtype)
         source = models.resolve(name)
+        disable_progress_bar()  # the library's own; loading takes seconds
         options = {"revision": revision, "trust_remote_code": trust_remote_code}
         with models.load_errors(name):
             config = AutoConfig.from_pretrained(source, **options)

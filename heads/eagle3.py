@@ -193,7 +193,7 @@ class Eagle3Head(DraftHead):
     def unroll(self, batch: Batch, steps: int) -> Iterator[Unrolled]:
         length = batch.tokens.shape[1]
         anchors = Anchors.of(counted(batch.reply, 0))
-        dtype = self.fc.weight.dtype
+        dtype = self.norm.weight.dtype
         fused = self.fc(batch.aux.to(dtype))  # [B, T, H]
         # Row t embeds x[t+1]; the last row has no next token, and no anchor ever looks at it.
         following = torch.cat([batch.tokens[:, 1:], batch.tokens[:, -1:]], dim=1)
@@ -283,7 +283,7 @@ class Eagle3Head(DraftHead):
     # ── drafting face ────────────────────────────────────────────────────────
 
     def start(self, rows: int, slots: int) -> Eagle3State:
-        return Eagle3State(KVCache(rows, slots, self.fc.weight.device), slots)
+        return Eagle3State(KVCache(rows, slots, self.norm.weight.device), slots)
 
     def extend(
         self,
@@ -293,7 +293,7 @@ class Eagle3Head(DraftHead):
         counts: Tensor,
         view: int = 0,
     ) -> Tensor:
-        cache, dtype = state.cache, self.midlayer.hidden_norm.weight.dtype
+        cache, dtype = state.cache, self.norm.weight.dtype
         state.view = view or cache.slots
         positions = cache.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         fused = self.fc(features.aux.to(dtype))

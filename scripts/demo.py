@@ -1,0 +1,204 @@
+"""The whole story on a real model: prepare, train, evaluate, generate, one table.
+
+Runs the shipped commands with one configuration, each as its own process, and gathers their reports
+into OUT/report.json. Interrupted anywhere, the same call goes on where it was: `prepare` and
+`train-eagle` by themselves, finished stages are not run again.
+
+    python scripts/demo.py [--config demo-smollm2] [--out runs/demo]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from spectrain.core.config import find_config, load_config
+from spectrain.core.environment import describe, settle
+from spectrain.core.errors import SpectrainError
+from spectrain.core.failures import one_line_errors
+from spectrain.core.files import atomic_write, read_json, write_json
+
+STAGES = ("prepare", "train-eagle", "eval-alpha", "generate")
+
+
+class Story:
+    """Folders and files of one run."""
+
+    def __init__(self, config: str, out: Path) -> None:
+        self.config, self.out = config, out
+        self.store, self.train = out / "store", out / "train"
+        self.head, self.heldout = self.train / "head", out / "heldout.jsonl"
+        self.log = out / "stages.json"
+        digest = hashlib.sha256(find_config(config).read_bytes()).hexdigest()[:16]
+        self.stages: dict[str, Any] = {"config": digest}
+        if self.log.is_file():
+            self.stages = read_json(self.log)
+        if self.stages["config"] != digest:
+            raise SpectrainError(
+                f"{config} has changed since this run was started",
+                where=str(out),
+                fix=f"remove {out} or give another --out",
+            )
+
+    def arguments(self, stage: str) -> list[str]:
+        """The command line of a stage, after `spectrain`."""
+        store, head = ["--store", str(self.store)], ["--head", str(self.head)]
+        own = {
+            "prepare": store,
+            "train-eagle": ["--version", "3", *store, "--out", str(self.train)],
+            "eval-alpha": [*store, *head, "--out", str(self.out)],
+            "generate": [*head, "--prompts", str(self.heldout), "--out", str(self.out)],
+        }[stage]
+        json_file = str(self.out / f"{stage}.json")
+        return [stage, "--config", self.config, *own, "--json", json_file]
+
+    def run(self, stage: str) -> dict[str, Any]:
+        """Run a stage unless it is finished; returns its report."""
+        done = self.stages.setdefault(stage, {"seconds": 0.0, "finished": False})
+        if done["finished"]:
+            print(f"── {stage}: done before ({done['seconds']:.0f} s)", flush=True)
+            return read_json(self.out / f"{stage}.json")
+        arguments = self.arguments(stage)
+        print(f"\n── spectrain {' '.join(arguments)}", flush=True)
+        started = time.monotonic()
+        code = 1
+        try:
+            code = _call([sys.executable, "-m", "spectrain", *arguments])
+        finally:
+            # Interrupted attempts count: the seconds are what the stage has cost in all.
+            done["seconds"] = round(done["seconds"] + time.monotonic() - started, 1)
+            done["finished"] = code == 0
+            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+            self.stages["peak_rss_mb"] = round(max(peak, self.stages.get("peak_rss_mb", 0)), 1)
+            write_json(self.log, self.stages)
+        if code:
+            raise SystemExit(code)
+        return read_json(self.out / f"{stage}.json")
+
+
+def _call(command: list[str]) -> int:
+    """Run a command; Ctrl-C is left to it, so that it can write its checkpoint and leave."""
+    child = subprocess.Popen(command)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return child.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def write_heldout(story: Story) -> None:
+    """The held-out prompts as a file for `generate`: what `prepare` kept away from training."""
+    from spectrain.data.conversations import read_conversations, split_of
+    from spectrain.recipes.prepare import PrepareConfig
+
+    config = load_config(PrepareConfig, "prepare", story.config)
+    rows = read_conversations(config.prompts, config.regenerate)[: config.limit]
+    lines = [
+        json.dumps({"messages": list(row.messages), "domain": row.domain}, ensure_ascii=False)
+        for row in rows
+        if split_of(row.prompt_id, config.heldout) == "heldout"
+    ]
+    atomic_write(story.heldout, "\n".join(lines) + "\n")
+
+
+def gather(story: Story, reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The one report. α and τ are teacher-forced on held-out greedy replies; speed is measured."""
+    evaluated, generated = reports["eval-alpha"], reports["generate"]
+    greedy = min(evaluated["temperatures"], key=lambda part: part["temperature"])
+    gamma = min(generated["draft_tokens"], len(greedy["tau"]))
+    tau = greedy["tau"][gamma - 1]
+    speedups = generated["speedup"]
+    stock = generated["identical"].get("transformers")
+    return {
+        "target": evaluated["target"],
+        "head": str(story.head),
+        "supervised_tokens": reports["prepare"]["supervised_tokens"]["train"],
+        "stages": {stage: story.stages[stage]["seconds"] for stage in STAGES},
+        "alpha": [
+            {
+                "position": row["position"],
+                "marginal": row["marginal"]["value"],
+                "conditional": row["conditional"]["value"],
+                "joint": row["joint"]["value"],
+                "low": row["conditional"]["low"],
+                "high": row["conditional"]["high"],
+            }
+            for row in greedy["positions"]
+        ],
+        "alpha_note": f"temperature {greedy['temperature']:g}; low and high: 95 % interval of the "
+        "conditional, bootstrap over conversations",
+        "tau": {key: tau[key] for key in ("value", "low", "high")} | {"draft_tokens": gamma},
+        "tau_generated": generated["methods"][speedups[0]["method"]]["tau"],
+        "temperatures": evaluated["temperatures"],
+        "speedup": speedups[0],
+        "speedups": speedups,
+        "greedy_identical": {"prompts": generated["prompts"], "identical": stock},
+        "training": {
+            key: reports["train-eagle"][key]
+            for key in ("steps", "supervised_tokens", "seconds", "tokens_per_second", "loss")
+        },
+        "definitions": evaluated["definitions"] | generated["definitions"],
+        "plot": evaluated["plot"],
+        "peak_rss_mb": story.stages["peak_rss_mb"],
+        "environment": describe(),
+    }
+
+
+def show(report: dict[str, Any], path: Path) -> str:
+    """The table at the end."""
+    tau, same = report["tau"], report["greedy_identical"]
+    lines = [
+        "",
+        f"EAGLE-3 head for {report['target']}, trained on {report['supervised_tokens']:,} tokens",
+        "",
+        f"{'position':<12}" + "".join(f"{row['position']:>9}" for row in report["alpha"]),
+    ]
+    for name in ("marginal", "conditional", "joint"):
+        cells = ("–" if row[name] is None else f"{row[name]:.3f}" for row in report["alpha"])
+        lines.append(f"α {name:<10}" + "".join(f"{cell:>9}" for cell in cells))
+    lines += [
+        "",
+        f"τ {tau['value']:.2f} ({tau['low']:.2f}–{tau['high']:.2f}) tokens per target forward, "
+        f"{tau['draft_tokens']} drafted, greedy, held-out",
+    ]
+    lines += [f"speed {s['value']:.2f}× ({s['low']:.2f}–{s['high']:.2f}) of {s['baseline']}"
+              for s in report["speedups"]]  # fmt: skip
+    lines += [
+        f"greedy output equal to transformers': {same['identical']} of {same['prompts']} prompts",
+        f"minutes: {sum(report['stages'].values()) / 60:.1f} ("
+        + ", ".join(f"{name} {seconds / 60:.1f}" for name, seconds in report["stages"].items())
+        + f"), peak memory {report['peak_rss_mb'] / 1e3:.1f} GB",
+        f"report {path}, plot {report['plot']}",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="demo-smollm2", help="configuration file or name")
+    parser.add_argument("--out", default="runs/demo", type=Path, help="folder to write to")
+    arguments = parser.parse_args()
+    settle()
+    with one_line_errors():
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        story = Story(arguments.config, arguments.out)
+        reports = {}
+        for stage in STAGES:
+            if stage == "generate":
+                write_heldout(story)
+            reports[stage] = story.run(stage)
+        report = gather(story, reports)
+        write_json(arguments.out / "report.json", report)
+        print(show(report, arguments.out / "report.json"))
+
+
+if __name__ == "__main__":
+    main()
