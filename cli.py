@@ -53,6 +53,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any other setting; may be repeated."),
 ]
+Overwrite = Annotated[
+    bool | None, typer.Option("--overwrite", help="Replace what other settings made there.")
+]
 Json = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the report to this JSON file.")
 ]
@@ -87,6 +90,10 @@ def prepare(
         float | None, typer.Option(help="Share of prompts kept for eval-alpha, below 1.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Use only so many conversations.")] = None,
+    on_bad_row: Annotated[
+        str | None, typer.Option(metavar="stop|skip", help="At a line that is no conversation.")
+    ] = None,
+    overwrite: Overwrite = None,
     seed: Seed = None,
     config: ConfigFile = None,
     set_: Overrides = None,
@@ -106,6 +113,8 @@ def prepare(
         "max_new_tokens": max_new_tokens,
         "heldout": heldout,
         "limit": limit,
+        "on_bad_row": on_bad_row,
+        "overwrite": overwrite,
         "seed": seed,
     }
     _run("prepare", "prepare", "PrepareConfig", config, set_, flags, json)
@@ -123,6 +132,7 @@ def train_eagle(
     tracker: Annotated[
         str | None, typer.Option(metavar="NAME", help="Metrics also go to wandb or tensorboard.")
     ] = None,
+    overwrite: Overwrite = None,
     seed: Seed = None,
     config: ConfigFile = None,
     set_: Overrides = None,
@@ -145,6 +155,7 @@ def train_eagle(
         "lr": lr,
         "batch_size": batch_size,
         "tracker": tracker,
+        "overwrite": overwrite,
         "seed": seed,
     }
     _run("train", "train", "TrainConfig", config, set_, flags, json)

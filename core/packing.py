@@ -37,9 +37,9 @@ def pack(module: nn.Module) -> int:
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.device.type == "cpu":
-                if child.weight.dtype != torch.float32:
-                    continue
+            if not isinstance(child, nn.Linear) or child.weight.device.type != "cpu":
+                continue
+            if child.weight.dtype == torch.float32:
                 setattr(parent, name, PackedLinear(child))
                 count += 1
     return count

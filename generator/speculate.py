@@ -98,9 +98,11 @@ class Generator:
             raise SpectrainError("draft tokens without a head", fix="give --head or leave it out")
         if head is not None:
             draft_tokens = head.config.steps if draft_tokens is None else draft_tokens
-            if not 1 <= draft_tokens <= 16:
+            if not 1 <= draft_tokens <= head.longest_draft:
                 raise SpectrainError(
-                    f"draft-tokens {draft_tokens} is not between 1 and 16", where="--draft-tokens"
+                    f"{draft_tokens} is not between 1 and {head.longest_draft}, "
+                    "the longest draft of this head",
+                    where="--draft-tokens",
                 )
         self.target, self.head = target, head
         self.gamma = draft_tokens or 0

@@ -137,11 +137,16 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def needs(self) -> Needs: ...
 
+    @property
+    def longest_draft(self) -> int:
+        """Positions the head can draft; a recurrent head goes on beyond the steps it learnt."""
+        return self.config.steps
+
     # ── training face ────────────────────────────────────────────────────────
 
     @abstractmethod
     def unroll(self, batch: Batch, steps: int) -> Iterator[Unrolled]:
-        """Yield steps k = 0 … steps−1; inputs at every step are the true tokens."""
+        """Yield steps k = 0 … steps−1 (≤ longest_draft); every step is fed the true tokens."""
 
     @abstractmethod
     def logits(self, hidden: Tensor, step: int) -> Tensor:

@@ -23,11 +23,15 @@ from torch import Tensor, nn
 from spectrain.core.attention import grouped_attention
 from spectrain.core.batch import Batch, Features, counted
 from spectrain.core.cache import KVCache, visible_slots
+from spectrain.core.fast_linear import Linear, fast_linear
 from spectrain.heads import eagle3_init, vocab
 from spectrain.heads.base import DraftHead, HeadConfig, Needs, Objective, TargetFacts, Unrolled
 from spectrain.heads.layers import MLP, RMSNorm, Rotary, rotate
 from spectrain.heads.losses import soft_cross_entropy_rows
 from spectrain.heads.ttt_attention import Anchors, ttt_attention
+
+# The layer feeds itself, so it can draft further than it was trained; guesses get worse and worse.
+LONGEST_DRAFT = 16
 
 
 class Eagle3Options(BaseModel):
@@ -69,10 +73,10 @@ class _Projections(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         wide, size = 2 * config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(wide, config.num_attention_heads * size, bias=False)
-        self.k_proj = nn.Linear(wide, config.num_key_value_heads * size, bias=False)
-        self.v_proj = nn.Linear(wide, config.num_key_value_heads * size, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * size, config.hidden_size, bias=False)
+        self.q_proj = Linear(wide, config.num_attention_heads * size, bias=False)
+        self.k_proj = Linear(wide, config.num_key_value_heads * size, bias=False)
+        self.v_proj = Linear(wide, config.num_key_value_heads * size, bias=False)
+        self.o_proj = Linear(config.num_attention_heads * size, config.hidden_size, bias=False)
 
 
 class Eagle3Layer(nn.Module):
@@ -130,10 +134,10 @@ class Eagle3Head(DraftHead):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
         hidden = config.hidden_size
-        self.fc = nn.Linear(3 * config.target.hidden_size, hidden, bias=False)
+        self.fc = Linear(3 * config.target.hidden_size, hidden, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        self.lm_head = Linear(hidden, config.draft_vocab_size, bias=False)
         self.lm_head.requires_grad_(config.train_lm_head)
         self.rotary = Rotary(
             config.head_dim, config.max_position_embeddings, config.rope_parameters
@@ -187,6 +191,10 @@ class Eagle3Head(DraftHead):
     @property
     def needs(self) -> Needs:
         return Needs(aux_layers=self.config.aux_layers)
+
+    @property
+    def longest_draft(self) -> int:
+        return LONGEST_DRAFT
 
     # ── training face ────────────────────────────────────────────────────────
 
@@ -270,7 +278,7 @@ class Eagle3Head(DraftHead):
         ids = self.to_target(torch.arange(self.config.draft_vocab_size, device=rows.device))
         weight, bias = self.readout.rows(ids)
         last = batch.last.flatten(0, 1)[rows].to(weight.dtype)
-        logits = self.readout.cap(nn.functional.linear(last, weight, bias))
+        logits = self.readout.cap(fast_linear(last, weight, bias))
         teacher = logits.float().softmax(-1)
         teacher = torch.cat([teacher, teacher.new_zeros(1, teacher.shape[1])])
         lookup = rows.new_full((reply.numel(),), len(rows))

@@ -74,6 +74,12 @@ def run(config: EvalConfig) -> dict[str, Any]:
     head.bind(target.readout).to(target.device, target.dtype)
 
     steps = config.max_draft or head.config.steps
+    if steps > head.longest_draft:
+        raise SpectrainError(
+            f"{steps} is more than {head.longest_draft}, the longest draft of this head",
+            where="--max-draft",
+            fix="measure fewer positions",
+        )
     used = {t: _rows_for(t, rows) for t in config.temperature}
     measured = _measure(target, head, store, used, steps)
     if not any(found.replies for group in measured.values() for found in group):

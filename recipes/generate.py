@@ -47,7 +47,7 @@ class GenerateConfig(Config):
     out: Path | None = Field(None, description="folder for replies.jsonl")
     max_new_tokens: int = Field(128, ge=0, description="longest reply in tokens")
     draft_tokens: int | None = Field(
-        None, ge=1, le=16, description="tokens drafted per step; default: the head's own steps"
+        None, ge=1, description="tokens drafted per step; default: the head's own steps"
     )
     temperature: float = Field(0.0, ge=0, description="0: greedy")
     top_k: int = Field(0, ge=0, description="only the k most likely tokens; 0: all")

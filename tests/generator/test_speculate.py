@@ -57,6 +57,7 @@ class GoodGuesser:
     def __init__(self, head, truth, spoil):
         self.inner, self.truth, self.spoil, self.calls = head, truth, spoil, 0
         self.config, self.needs = head.config, head.needs
+        self.longest_draft = head.longest_draft
 
     def start(self, rows, slots):
         self.read = 0
