@@ -62,10 +62,11 @@ class TrainConfig(TrainerSettings):
         return self.family or f"eagle{self.version}"
 
 
-# Paths may differ between two parts of a run: what they lead to is compared by fingerprint.
+# Paths may differ between two parts of a run: what they lead to is compared by fingerprint. The
+# others are compared by what follows from them.
 _NOT_COMPARED = FREE_TO_CHANGE | {
     *("target", "store", "out", "init", "extend", "overwrite", "epochs", "steps"),
-    *("family", "version"),
+    *("family", "version", "head"),
 }
 
 
@@ -89,7 +90,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         store = FeatureStore.open(config.store)
         rows = store.rows("train")
         settings = config.model_copy(update={"steps": config.total_steps(len(rows))})
-        identity = _identity(settings, store)
+        identity = _identity(settings, options, store)
         finished = _finished(settings, identity)
         if finished is not None:
             if main:
@@ -147,7 +148,7 @@ def _options(kind: type[BaseModel], config: TrainConfig) -> BaseModel:
         raise SpectrainError("; ".join(problems), where=f"{config.family_name} options") from None
 
 
-def _identity(settings: TrainConfig, store: FeatureStore) -> dict[str, Any]:
+def _identity(settings: TrainConfig, options: BaseModel, store: FeatureStore) -> dict[str, Any]:
     """What must not change between the parts of one run."""
     init = settings.init and settings.init / WEIGHTS
     if init and not init.is_file():
@@ -159,6 +160,7 @@ def _identity(settings: TrainConfig, store: FeatureStore) -> dict[str, Any]:
         "store": store.manifest["fingerprint"],
         "init": sha256_file(init)[:16] if init else None,
         "steps": settings.steps,
+        "head": options.model_dump(mode="json"),
         **settings.model_dump(mode="json", exclude=set(_NOT_COMPARED)),
     }
 

@@ -20,7 +20,13 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from spectrain.core.errors import SpectrainError
-from spectrain.core.files import atomic_folder, read_json, sha256_file, write_json
+from spectrain.core.files import (
+    atomic_folder,
+    read_json,
+    require_free,
+    sha256_file,
+    write_json,
+)
 from spectrain.heads.base import DraftHead
 from spectrain.heads.io import WEIGHTS, load_weights, write_head
 from spectrain.trainer import optim
@@ -38,6 +44,7 @@ def save(
     Raises RunFailed on a full disk; the checkpoints before it stay as they are.
     """
     folder = run / FOLDER / f"step-{state['step']:08d}"
+    require_free(run, size(head))
     with atomic_folder(folder) as temporary:
         write_head(head, temporary)
         save_file(optim.flatten(parts), temporary / OPTIMIZER)
@@ -46,6 +53,12 @@ def save(
     for old in _folders(run)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+def size(head: DraftHead) -> int:
+    """Bytes of a checkpoint, estimated generously: weights and at most two moments for each."""
+    tensors = head.state_dict().values()
+    return 1_000_000 + 3 * sum(value.numel() * value.element_size() for value in tensors)
 
 
 def newest(run: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -75,7 +88,7 @@ def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: str, ext
 
     extend: `steps` may be larger than before (the schedule then follows the new number).
     """
-    before, now = json.loads(json.dumps(old)), json.loads(json.dumps(new))
+    before, now = _flat(old), _flat(new)
     for key in [*now, *(key for key in before if key not in now)]:
         if before.get(key) == now.get(key):
             continue
@@ -89,6 +102,17 @@ def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: str, ext
             where=where,
             fix=hint,
         )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys, values as JSON gives them back."""
+    result: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            result |= _flat(value, f"{prefix}{key}.")
+        else:
+            result[prefix + key] = json.loads(json.dumps(value))
+    return result
 
 
 def _folders(run: Path) -> list[Path]:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from spectrain.core.batch import Batch
 from spectrain.core.errors import RunFailed, SpectrainError
+from spectrain.core.files import require_free
 from spectrain.core.progress import progress
 from spectrain.heads.base import DraftHead
 from spectrain.trainer import checkpoint, optim, order
@@ -80,6 +81,7 @@ def train(
     state = _resume(run, head, parts, identity, extend)
     if main:
         checkpoint.clean(run)
+        require_free(run, checkpoint.size(head))  # now, not after hours of work
         if state.step:
             print(f"going on from step {state.step} of {steps}", file=sys.stderr)
     model = accelerator.prepare_model(head)

@@ -70,4 +70,6 @@ class TrainerSettings(Config):
 
 # A run may be continued with other values of these: they do not change what is learnt (the split
 # into micro-batches only by rounding).
-FREE_TO_CHANGE = frozenset({"micro_batch", "save_every", "keep", "log_every", "tracker"})
+FREE_TO_CHANGE = frozenset(
+    {"micro_batch", "max_bad_steps", "save_every", "keep", "log_every", "tracker"}
+)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedDataParallelKwargs
 
 from spectrain.core.errors import SpectrainError
 from spectrain.trainer.settings import TrainerSettings
@@ -36,6 +37,10 @@ def make_accelerator(settings: TrainerSettings, run: Path) -> Accelerator:
         mixed_precision=settings.mixed_precision,
         log_with=chosen,
         project_dir=str(run),
+        kwargs_handlers=[
+            # A head's buffers are constant; there is no need to send them round at every forward.
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+        ],
     )
     if accelerator.num_processes == 1 and _asked_for_more():
         print(

@@ -109,6 +109,8 @@ def test_another_run_in_the_same_folder_is_refused(config, make_store):
     train.run(config())
     with pytest.raises(SpectrainError, match=r"lr = 0\.01, now it is 0\.02.*overwrite"):
         train.run(config(lr=0.02))
+    with pytest.raises(SpectrainError, match=r"started with head\.steps = 3, now it is 2"):
+        train.run(config(head={"steps": 2, "draft_vocab_size": 40}))
     with pytest.raises(SpectrainError, match="started with store = "):
         train.run(config(store=make_store(1)))
     assert train.run(config(lr=0.02, overwrite=True))["steps"] == 6

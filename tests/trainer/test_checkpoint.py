@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from spectrain.core import files
-from spectrain.core.errors import SpectrainError
+from spectrain.core.errors import RunFailed, SpectrainError
 from spectrain.trainer import checkpoint
 
 TIMED = {"tokens_per_second"}
@@ -130,6 +131,19 @@ def test_killed_before_the_rename_leaves_the_checkpoint_before(make_head, make_d
     fit(resumed, make_data(), tmp_path / "cut")
     assert_same(resumed, whole)
     assert not list(folder.glob(".*"))
+
+
+def test_a_full_disk_ends_the_run_and_the_checkpoint_before_stays(
+    make_head, make_data, fit, tmp_path, monkeypatch
+):
+    def full():
+        monkeypatch.setattr(files.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+
+    with pytest.raises(RunFailed, match="MB needed, 0 MB free on the disk"):
+        fit(make_head(), make_data(before_load=at_load(3, full)), tmp_path)
+    assert checkpoint.newest(tmp_path)[1]["step"] == 2
+    with pytest.raises(RunFailed, match="free some space"):  # said before the first step
+        fit(make_head(), make_data(before_load=at_load(0, crash)), tmp_path)
 
 
 def test_only_the_newest_are_kept(make_head, make_data, fit, tmp_path):
