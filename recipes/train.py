@@ -30,6 +30,7 @@ from spectrain.heads.io import WEIGHTS, check_target, load_head, save_head
 from spectrain.heads.registry import family
 from spectrain.trainer.changes import digests, require_changes
 from spectrain.trainer.checkpoint import FOLDER, require_same
+from spectrain.trainer.launch import start_all
 from spectrain.trainer.loop import Data, State, train
 from spectrain.trainer.metrics import METRICS, acceptance, read_metrics
 from spectrain.trainer.settings import FREE_TO_CHANGE, TrainerSettings
@@ -78,6 +79,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     """
     kind = family(config.family_name)
     options = _options(kind.Options, config)
+    start_all()
     accelerator = make_accelerator(config, config.out)
     main = accelerator.is_main_process
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import netrc
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,12 +41,6 @@ def make_accelerator(settings: TrainerSettings, run: Path) -> Accelerator:
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
         ],
     )
-    if accelerator.num_processes == 1 and _asked_for_more():
-        print(
-            "accelerate launch --cpu starts one process, whatever --num_processes says (without "
-            "MPI); for N processes: torchrun --nproc-per-node N -m spectrain …",
-            file=sys.stderr,
-        )
     return accelerator
 
 
@@ -62,13 +55,6 @@ def start_trackers(accelerator: Accelerator, identity: Mapping[str, Any], run: P
         for key, value in identity.items()
     }
     accelerator.init_trackers(PROJECT, config=plain, init_kwargs={"wandb": wandb})
-
-
-def _asked_for_more() -> bool:
-    """Whether accelerate's plain launcher was given a number of processes and started one: it sets
-    the address of a group and leaves out its size."""
-    group = {"MASTER_ADDR", "WORLD_SIZE"} & os.environ.keys()
-    return os.environ.get("ACCELERATE_USE_CPU") == "True" and group == {"MASTER_ADDR"}
 
 
 def _has_wandb_key() -> bool:

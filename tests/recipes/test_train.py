@@ -172,7 +172,12 @@ def test_a_tracker_gets_the_metrics_too(config):
     assert len(read_metrics(config().out)) == 6
 
 
-def test_two_processes_train_what_one_does(config, tmp_path):
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--cpu"]
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_two_processes_train_what_one_does(config, tmp_path, launcher):
     """Through the command line, over gloo; the single-letter replies have no later draft steps."""
     one = config(out=tmp_path / "one", micro_batch=1, batch_size=8)
     train.run(one)
@@ -180,7 +185,7 @@ def test_two_processes_train_what_one_does(config, tmp_path):
     settings = {"micro_batch": 1, "batch_size": 8, "save_every": 3, "log_every": 1, "lr": 1e-2}
     settings |= {"head.steps": 3, "head.draft_vocab_size": 40, "steps": 6}
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        [sys.executable, *launcher]
         + ["-m", "spectrain", "train-eagle", "--target", one.target, "--store", str(one.store)]
         + ["--out", str(two), "--json", str(tmp_path / "report.json")]
         + [part for key, value in settings.items() for part in ("--set", f"{key}={value}")],

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from spectrain.core.errors import SpectrainError
-from spectrain.trainer import tracking
+from spectrain.trainer import launch, tracking
 from spectrain.trainer.settings import TrainerSettings
+
+OPTIONS = ["--num_processes", "3", "--cpu", "-m", "spectrain", "train-eagle"]
 
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch, tmp_path):
@@ -15,16 +19,17 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch, tmp_path):
         tracking.make_accelerator(TrainerSettings(tracker="wandb"), tmp_path)
 
 
-def test_a_launcher_that_starts_fewer_processes_than_asked_is_reported(
-    accelerator, monkeypatch, tmp_path, capsys
-):
+def test_processes_that_were_asked_for_and_not_started_are_missed(monkeypatch):
     """What `accelerate launch --cpu --num_processes 2` sets, which starts one process."""
-    tracking.make_accelerator(TrainerSettings(), tmp_path)
-    assert capsys.readouterr().err == ""
+    assert launch._asked_for() == 1
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    tracking.make_accelerator(TrainerSettings(), tmp_path)
-    assert "torchrun --nproc-per-node N -m spectrain" in capsys.readouterr().err
+    parent = SimpleNamespace(cmdline=lambda: ["python", "accelerate", "launch", *OPTIONS])
+    monkeypatch.setattr(launch.psutil, "Process", lambda pid: parent)
+    assert launch._asked_for() == 3
+    parent.cmdline = lambda: ["bash"]
+    with pytest.raises(SpectrainError, match="torchrun"):
+        launch.start_all()
 
 
 def test_a_key_decides_whether_wandb_is_online(monkeypatch, tmp_path):
