@@ -84,7 +84,7 @@ def prepare(
     target: Target = None,
     prompts: Prompts = None,
     store: Store = None,
-    temperature: Temperature = None,
+    temperature: Temperatures = None,
     max_new_tokens: MaxNewTokens = None,
     heldout: Annotated[
         float | None, typer.Option(help="Share of prompts kept for eval-alpha, below 1.")
@@ -109,7 +109,7 @@ def prepare(
         "target": target,
         "prompts": prompts,
         "store": store,
-        "temperature": temperature,
+        "temperature": _split(temperature),
         "max_new_tokens": max_new_tokens,
         "heldout": heldout,
         "limit": limit,

@@ -41,6 +41,11 @@ class Config(BaseModel):
             raise TypeError(f"{cls.__name__}: fields without a description: {', '.join(bare)}")
 
 
+def as_list(value: Any) -> Any:
+    """A single value where a list is expected: `temperature: 0` means `[0]`."""
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
 C = TypeVar("C", bound=Config)
 
 

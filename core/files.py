@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from spectrain.core.errors import RunFailed, SpectrainError
 
 _CHUNK = 1 << 20  # bytes read at a time when hashing
@@ -29,6 +31,13 @@ def disk_errors(path: str | Path) -> Iterator[None]:
     """
     try:
         yield
+    except SafetensorError as error:
+        # safetensors tells of the disk in its own words.
+        if "os error 28" not in str(error):
+            raise
+        raise RunFailed(
+            "disk full", where=str(path), fix="free some space and run the same command again"
+        ) from error
     except OSError as error:
         if error.errno in _FULL:
             raise RunFailed(

@@ -29,12 +29,13 @@ def questions_for(
     *,
     longest: int,
     heldout: float,
-    temperature: float,
+    temperatures: Iterable[float],
     heldout_temperatures: Iterable[float],
     fates: Counter[str],
 ) -> list[Question]:
-    """What to ask the target: train prompts once at `temperature`, held-out ones once at each of
-    theirs. Prompts of more than `longest` tokens, or refused by the template, go to `fates`."""
+    """What to ask the target: every train prompt at each of `temperatures`, every held-out one at
+    each of its own. Prompts of more than `longest` tokens, or refused by the template, go to
+    `fates`."""
     questions = []
     for place, conversation in enumerate(conversations):
         if conversation.answered:
@@ -45,7 +46,7 @@ def questions_for(
             fates[refused.reason] += 1
             continue
         train = split_of(conversation.prompt_id, heldout) == "train"
-        for wanted in [temperature] if train else heldout_temperatures:
+        for wanted in temperatures if train else heldout_temperatures:
             questions.append(Question(place, ids, float(wanted)))
     return questions
 

@@ -98,6 +98,16 @@ class FeatureStore:
                 fix="give the target it was prepared with, or prepare another --store",
             )
 
+    def require_layers(self, aux_layers: tuple[int, ...]) -> None:
+        """Raise SpectrainError unless the store holds these layers' outputs (none: always)."""
+        held = list(self.manifest["settings"].get("aux_layers") or ())
+        if aux_layers and list(aux_layers) != held:
+            raise SpectrainError(
+                f"the store holds outputs of layers {held}, the head reads {list(aux_layers)}",
+                where=str(self.path),
+                fix="prepare a store with the head's layers, or choose the head's to match",
+            )
+
     def batch(self, rows: list[RowInfo]) -> Batch:
         """Rows padded on the right to the longest; features in the store's dtype."""
         assert rows, "a batch needs rows"

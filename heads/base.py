@@ -154,7 +154,8 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def counts(self, batch: Batch) -> Tensor:
-        """The denominators [K] of `objective` for this micro-batch, from the data alone."""
+        """The denominators [K] of `objective` for this micro-batch, from tokens, reply and argmax
+        alone: called on batches whose features may be None."""
 
     @abstractmethod
     def objective(self, batch: Batch) -> Objective:

@@ -42,6 +42,8 @@ def load_head(folder: Path, *, device: torch.device | str = "cpu") -> DraftHead:
     The result still has to be bound to its target: `check_target`, `bind`.
     """
     folder = Path(folder)
+    if not (folder / "config.json").is_file() and (folder / "head" / "config.json").is_file():
+        folder = folder / "head"  # the folder of a training run
     path = folder / "config.json"
     if not path.is_file():
         raise SpectrainError(

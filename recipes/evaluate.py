@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from spectrain.core.config import Config
+from spectrain.core.config import Config, as_list
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import atomic_write
 from spectrain.core.progress import progress
@@ -28,10 +28,6 @@ _BATCH_TOKENS = 2048  # padded tokens of a batch, unless one row alone is longer
 _BATCH_LOGITS = 1 << 26  # target logits kept for a batch: padded tokens × draft vocabulary
 
 
-def _as_list(value: Any) -> Any:
-    return value if isinstance(value, (list, tuple)) else [value]
-
-
 class EvalConfig(Config):
     """Settings of `eval-alpha`."""
 
@@ -39,7 +35,7 @@ class EvalConfig(Config):
     store: Path = Field(description="feature store that `prepare` wrote")
     head: Path = Field(description="folder of the trained head")
     split: Literal["heldout", "train"] = Field("heldout", description="rows to measure on")
-    temperature: Annotated[list[float], BeforeValidator(_as_list)] = Field(
+    temperature: Annotated[list[float], BeforeValidator(as_list)] = Field(
         [0.0, 1.0], description="temperatures of target and draft; 0 is greedy"
     )
     max_draft: int | None = Field(
@@ -70,7 +66,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
     target = Target.load(config.target, dtype=config.dtype)
     store.require_target(target.fingerprint)
     check_target(head, target, str(config.head))
-    _require_features(head, store)
+    store.require_layers(head.needs.aux_layers)
     head.bind(target.readout).to(target.device, target.dtype)
 
     steps = config.max_draft or head.config.steps
@@ -168,15 +164,3 @@ def _note(temperature: float, rows: list[RowInfo]) -> str | None:
         f"replies sampled at {where}, not at {temperature:g}: the numbers are teacher-forced on "
         "text the target would not have written at this temperature"
     )
-
-
-def _require_features(head: DraftHead, store: FeatureStore) -> None:
-    """Refuse auxiliary states of other layers than the head was trained on."""
-    needed = list(head.needs.aux_layers)
-    captured = list(store.manifest["settings"].get("aux_layers") or ())
-    if needed and needed != captured:
-        raise SpectrainError(
-            f"the store holds outputs of layers {captured}, the head reads {needed}",
-            where=str(store.path),
-            fix="prepare a store with the head's layers",
-        )

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from spectrain.core.config import Config
+from spectrain.core.config import Config, as_list
 from spectrain.core.errors import SpectrainError
 from spectrain.core.progress import progress
 from spectrain.core.target import Target
@@ -30,7 +30,7 @@ from spectrain.data.writer import REPLIES, StoreWriter
 from spectrain.generator.decode import complete
 
 SHIPPED_PROMPTS = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
-Temperature = Annotated[float, Field(ge=0)]
+Temperatures = Annotated[tuple[Annotated[float, Field(ge=0)], ...], BeforeValidator(as_list)]
 
 
 class PrepareConfig(Config):
@@ -57,8 +57,10 @@ class PrepareConfig(Config):
         description="true: the target answers every last user turn anew; false: given replies "
         "only; auto: it answers the conversations that do not end with a reply",
     )
-    temperature: Temperature = Field(0.7, description="of the replies to train prompts")
-    heldout_temperatures: tuple[Temperature, ...] = Field(
+    temperature: Temperatures = Field(
+        (0.7,), min_length=1, description="every train prompt is answered once at each"
+    )
+    heldout_temperatures: Temperatures = Field(
         (0.0, 1.0), min_length=1, description="every held-out prompt is answered once at each"
     )
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the replies, 1: everything")
@@ -81,7 +83,7 @@ class PrepareConfig(Config):
     )
     overwrite: bool = Field(False, description="replace a store that other settings made")
 
-    @field_validator("heldout_temperatures")
+    @field_validator("temperature", "heldout_temperatures")
     @classmethod
     def _each_once(cls, value: tuple[float, ...]) -> tuple[float, ...]:
         if len(set(value)) != len(value):
@@ -162,7 +164,7 @@ def _answer(
         target.tokenizer,
         longest=longest,
         heldout=config.heldout,
-        temperature=config.temperature,
+        temperatures=config.temperature,
         heldout_temperatures=config.heldout_temperatures,
         fates=fates,
     )

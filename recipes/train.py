@@ -212,21 +212,10 @@ def _head(
             )
         check_target(head, target, str(settings.init))
         head.bind(target.readout)
-    _require_features(head, store)
+    store.require_layers(head.needs.aux_layers)
     del target
     gc.collect()
     return head.float()
-
-
-def _require_features(head: DraftHead, store: FeatureStore) -> None:
-    stored = tuple(store.manifest["settings"]["aux_layers"])
-    if head.needs.aux_layers and head.needs.aux_layers != stored:
-        raise SpectrainError(
-            f"the head reads layers {list(head.needs.aux_layers)}, "
-            f"the store holds layers {list(stored)}",
-            where=str(store.path),
-            fix="prepare the store with the head's layers, or choose the head's to match",
-        )
 
 
 def _report(

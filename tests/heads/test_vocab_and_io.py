@@ -128,13 +128,14 @@ def test_head_is_untied_even_when_the_target_is_tied(saved, tiny):
 
 
 def test_truncated_file_and_foreign_folder(saved, tmp_path):
-    _, folder = saved
+    head, folder = saved
+    assert load_head(tmp_path).config == head.config  # the run's folder stands for its head
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(SpectrainError, match="safetensors"):
         load_head(folder)
     with pytest.raises(SpectrainError, match="no head here"):
-        load_head(tmp_path)
+        load_head(tmp_path / "elsewhere")
 
 
 def test_unknown_family_and_bad_config(saved):

@@ -154,7 +154,7 @@ def test_options_of_the_head_are_checked_all_at_once(config):
 
 
 def test_features_of_other_layers_are_refused(config):
-    with pytest.raises(SpectrainError, match=r"the head reads layers \[0, 1, 2\], the store holds"):
+    with pytest.raises(SpectrainError, match=r"layers \[0, 2, 3\], the head reads \[0, 1, 2\]"):
         train.run(config(head={"aux_layers": [0, 1, 2]}))
 
 

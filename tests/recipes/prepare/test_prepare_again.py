@@ -37,7 +37,7 @@ def test_reordered_and_duplicated_source_gives_the_same_bytes(config, clean):
         ({"heldout": 0.5}, "heldout = 0.3"),
         ({"dtype": "float32"}, "dtype = 'bfloat16', now it is 'float32'"),
         ({"aux_layers": (0, 1, 2)}, "aux_layers"),
-        ({"temperature": 0.5}, "temperature = 1.0, now it is 0.5"),
+        ({"temperature": 0.5}, r"temperature = \[1.0\], now it is \[0.5\]"),
         ({"limit": 10}, "source"),
         ({"target_dtype": "bfloat16"}, r"target\.dtype"),
     ],
