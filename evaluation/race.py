@@ -89,7 +89,7 @@ def summary(done: list[Completion], seconds: list[float], clock: Clock | None) -
         "tau": sum(c.committed for c in done) / forwards if forwards else None,
         "runs": {str(run): runs[run] for run in sorted(runs)},
     }
-    if clock is not None and clock.total:
+    if clock is not None and clock.steps:
         report["stages"] = {
             "prefill_seconds": round(clock.prefill, 3),
             "draft": clock.draft / clock.total,

@@ -7,6 +7,7 @@ with the head, by the same engine without it, and by `transformers` itself.
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from spectrain.core.config import Config
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import atomic_write
 from spectrain.core.packing import pack
+from spectrain.core.show import WIDTH
 from spectrain.core.target import Target
 from spectrain.data.conversations import Conversation, read_conversations
 from spectrain.data.tokenise import Refused, prompt_ids, require_template
@@ -92,7 +94,7 @@ def run(config: GenerateConfig) -> dict[str, Any]:
         add(head.family, head, config.draft_tokens)
     if head is None or config.compare:
         add("spectrain-plain", None, None)
-    if config.compare and sampling.greedy:
+    if config.compare and sampling.greedy and config.max_new_tokens:  # the library refuses 0
         methods["transformers"] = stock(target, config.max_new_tokens)
 
     results = race(methods, prompts, clocks)
@@ -111,7 +113,7 @@ def run(config: GenerateConfig) -> dict[str, Any]:
         "definitions": DEFINITIONS,
     }
     if config.compare:
-        report |= _comparison(results, own, config.seed)
+        report |= _comparison(results, own, config.seed, sampling.greedy)
     replies = [
         {"tokens": done.tokens, "text": target.tokenizer.decode(_shown(done.tokens, target)),
          "finish": done.finish}
@@ -160,20 +162,25 @@ def render(report: dict[str, Any]) -> str:
             stages = method["stages"]
             row += f"{stages['draft']:>8.0%}{stages['verify']:>8.0%}{stages['overhead']:>7.1%}"
         lines.append(row)
-    if "speedup" in report:
-        for against in report["speedup"]:
+    for against in report.get("speedup", ()):
+        if against["value"] is not None:
             low, high = against["low"], against["high"]
             between = "" if low is None else f" ({low:.2f}–{high:.2f})"
             lines.append(f"speedup {against['value']:.2f}×{between} over {against['baseline']}")
-        for name, count in report["identical"].items():
-            lines.append(f"the same tokens as {name}: {count} of {report['prompts']} prompts")
-    lines += ["", *(f"{name}: {text}" for name, text in report["definitions"].items()
-                    if name == "tau" or name in report["methods"])]  # fmt: skip
+    for name, count in report.get("identical", {}).items():
+        lines.append(f"the same tokens as {name}: {count} of {report['prompts']} prompts")
+    lines.append("")
+    for name, text in report["definitions"].items():
+        if name == "tau" or name in report["methods"]:
+            lines += textwrap.wrap(f"{name}: {text}", WIDTH, subsequent_indent="  ")
     return "\n".join(lines)
 
 
-def _comparison(results: dict[str, dict[str, list]], own: str, seed: int) -> dict[str, Any]:
-    """Speed of the head's method over each other, and in how many prompts the ids agree."""
+def _comparison(
+    results: dict[str, dict[str, list]], own: str, seed: int, greedy: bool
+) -> dict[str, Any]:
+    """Speed of the head's method over each other, and in how many prompts the ids agree (sampled
+    replies differ by nature: they are compared in speed only)."""
     others = [name for name in results if name != own]
     return {
         "speedup": [
@@ -185,7 +192,7 @@ def _comparison(results: dict[str, dict[str, list]], own: str, seed: int) -> dic
                 mine.tokens == theirs.tokens
                 for mine, theirs in zip(results[own]["done"], results[name]["done"], strict=True)
             )
-            for name in others
+            for name in (others if greedy else ())
         },
     }
 

@@ -1,0 +1,145 @@
+"""`generate`: what it decodes, what it reports, what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from preparing import prompt, talk, write
+from tiny_models import make_head, save_tiny
+
+from spectrain.core.config import load_config
+from spectrain.core.errors import SpectrainError
+from spectrain.core.target import Target
+from spectrain.data.conversations import read_conversations
+from spectrain.data.tokenise import prompt_ids
+from spectrain.generator.decode import complete
+from spectrain.heads.io import save_head
+from spectrain.recipes.generate import GenerateConfig, render, run
+
+ROWS = [prompt("How many apples?"), talk("one two", "old reply"), prompt("the fox", domain="code")]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("SPECTRAIN_QUIET", "1")
+
+
+@pytest.fixture
+def flags(tiny, tiny_path, tmp_path):
+    save_head(make_head(tiny, wild=False), tmp_path / "head")
+    prompts = write(tmp_path / "prompts.jsonl", ROWS)
+    return {"target": str(tiny_path), "prompts": str(prompts), "max_new_tokens": 12}
+
+
+def generate(flags, **changes):
+    return run(load_config(GenerateConfig, "generate", flags=flags | changes))
+
+
+def test_replies_are_the_target_s_in_the_file_s_order(flags, tiny, tmp_path):
+    report = generate(flags, head=str(tmp_path / "head"), out=str(tmp_path / "out"))
+    lines = (tmp_path / "out/replies.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    conversations = read_conversations(tmp_path / "prompts.jsonl", True, keep_order=True)
+    ids = [torch.tensor(prompt_ids(tiny.tokenizer, c, 500)) for c in conversations]
+    expected = [complete(tiny, [one], 12)[0] for one in ids]
+    assert [row["messages"][0]["content"] for row in rows] == [
+        "How many apples?", "one two", "the fox"
+    ]  # fmt: skip
+    assert [row["messages"][-1]["content"] for row in rows] == [
+        tiny.tokenizer.decode(c.tokens[:-1] if c.finish == "stop" else c.tokens) for c in expected
+    ]
+    assert [row["finish_reason"] for row in rows] == [c.finish for c in expected]
+    assert list(report["methods"]) == ["eagle3"]
+    assert report["methods"]["eagle3"]["tokens"] == sum(len(c.tokens) for c in expected)
+
+
+def test_comparison(flags, tmp_path):
+    """Three methods on the same prompts; equal ids are counted, and unequal ones would not be."""
+    report = generate(flags, head=str(tmp_path / "head"), compare=True, draft_tokens=2)
+    assert list(report["methods"]) == ["eagle3", "spectrain-plain", "transformers"]
+    assert report["identical"] == {"spectrain-plain": 3, "transformers": 3}
+    assert [s["baseline"] for s in report["speedup"]] == ["spectrain-plain", "transformers"]
+    for ratio in report["speedup"]:
+        rates = report["methods"]
+        expected = rates["eagle3"]["tokens_per_second"]
+        expected /= rates[ratio["baseline"]]["tokens_per_second"]
+        assert ratio["value"] == pytest.approx(expected, rel=1e-3)
+    plain = report["methods"]["spectrain-plain"]
+    assert plain["tau"] == 1
+    text = render(report)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "the same tokens as transformers: 3 of 3 prompts" in text
+
+
+def test_unequal_outputs_are_not_called_identical(flags, tmp_path, monkeypatch):
+    """A generator that spoils its last token is found out."""
+    from spectrain.recipes import generate as recipe
+
+    real = recipe.of_generator
+
+    def spoilt(generator, *rest):
+        decode = real(generator, *rest)
+
+        def wrong(prompt):
+            done = decode(prompt)
+            if generator.head is not None and len(prompt) % 2:
+                done.tokens[-1] += 1
+            return done
+
+        return wrong
+
+    monkeypatch.setattr(recipe, "of_generator", spoilt)
+    report = generate(flags, head=str(tmp_path / "head"), compare=True, draft_tokens=2)
+    assert report["identical"]["transformers"] < 3
+
+
+def test_sampling_is_compared_in_speed_only(flags, tmp_path):
+    report = generate(flags, head=str(tmp_path / "head"), compare=True, temperature=0.8)
+    assert list(report["methods"]) == ["eagle3", "spectrain-plain"]
+    assert report["identical"] == {}
+
+
+def test_one_prompt_without_a_head(flags, tiny):
+    report = generate(flags | {"prompts": None}, prompt="How many apples?")
+    assert report["text"] in render(report)
+    assert report["methods"]["spectrain-plain"]["tokens"] <= 12
+
+
+@pytest.mark.parametrize("new", [0, 1])
+def test_hardly_any_tokens(flags, tmp_path, new):
+    """CASE 42"""
+    report = generate(flags, head=str(tmp_path / "head"), max_new_tokens=new, compare=True)
+    assert report["methods"]["eagle3"]["tokens"] == 3 * new
+    assert report["methods"]["eagle3"]["tau"] is None
+    render(report)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt": "hi"}, "either --prompts FILE or --prompt TEXT"),
+        ({"compare": True}, "needs a --head"),
+        ({"head": "nowhere"}, "no head here"),
+        ({"prompts": "nowhere.jsonl"}, "no such file"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+    ],
+)
+def test_refusals(flags, changes, words):
+    with pytest.raises(SpectrainError, match=words) as caught:
+        generate(flags, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_too_long_a_draft_names_both_numbers(flags, tmp_path):
+    with pytest.raises(SpectrainError, match="20 is not between 1 and 16"):
+        generate(flags, head=str(tmp_path / "head"), draft_tokens=20)
+
+
+def test_a_head_of_another_target_is_refused(flags, tmp_path, tokenizer):
+    other = Target.load(str(save_tiny(tmp_path / "other", tokenizer, seed=9)), pack_weights=False)
+    save_head(make_head(other), tmp_path / "foreign")
+    with pytest.raises(SpectrainError, match="was trained for"):
+        generate(flags, head=str(tmp_path / "foreign"))
