@@ -49,7 +49,8 @@ class _Teacher:
 
     place [B·T] row of a flat position, −1 where it is none
     guessable [U, D] logits of the tokens the head can guess
-    token, top [U] ids of the true token and of the target's argmax
+    token, top [U] ids of the true token and of the target's argmax (as captured: a store's states
+        are rounded, and a rounded state may have another argmax)
     slot [U] draft id of the true token, −1 where the head cannot guess it
     token_logit [U] the target's logit of the true token
     lognorm temperature → [U] log-normaliser over all V tokens
@@ -102,6 +103,7 @@ def _read_teacher(
     slots = torch.full((target.vocab_size,), -1, device=ids.device)
     slots[ids] = torch.arange(len(ids), device=ids.device)
     last = batch.last.flatten(0, 1)[where]
+    known = batch.argmax.flatten()[where]
     guessable, token_logit, top = [], [], []
     lognorm: dict[float, list[Tensor]] = {t: [] for t in temperatures if t > 0}
     for rows in torch.arange(len(where), device=where.device).split(
@@ -110,7 +112,7 @@ def _read_teacher(
         logits = target.logits(last[rows]).float()
         guessable.append(logits[:, ids])
         token_logit.append(logits.gather(1, token[rows, None]).squeeze(1))
-        top.append(logits.argmax(-1))
+        top.append(torch.where(known[rows] >= 0, known[rows], logits.argmax(-1)))
         for temperature, parts in lognorm.items():
             parts.append(torch.logsumexp(logits / temperature, dim=-1))
     return _Teacher(

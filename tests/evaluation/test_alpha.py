@@ -177,6 +177,22 @@ def test_padding_and_batching_change_nothing(tables, pad):
                 np.testing.assert_allclose(left.kept, right.kept, atol=1e-6)
 
 
+def test_the_argmax_is_the_captured_one(tables):
+    """A store rounds the states: 20.03 and 20 are one number in bfloat16. At temperature 0 the
+    target's choice is what it was before that; where it is not known, the state has to do."""
+    table = torch.zeros(4, 4)
+    table[:, 1], table[:, 2] = 20.0, 20.03
+    target = tables.Target(table)
+    head = tables.Head(table[None], torch.zeros(4, 4), torch.arange(4))
+    batch = tables.batch_of(target, [([0, 2, 2, 2], [0, 1, 1, 1])])
+    batch.last = batch.last.bfloat16().float()
+    ((replies,),) = acceptance(target, head, batch, 1, [0.0])
+    assert replies[0].beta.min() == replies[0].kept.min() == 1
+    batch.argmax.fill_(-1)
+    ((replies,),) = acceptance(target, head, batch, 1, [0.0])
+    assert replies[0].beta.max() == 0
+
+
 def test_chunks_change_nothing(tables, monkeypatch):
     """Logits are made some rows at a time; how many does not matter."""
     target, head = tables.make(seed=4)
