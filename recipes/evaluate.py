@@ -77,6 +77,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
             fix="measure fewer positions",
         )
     used = {t: _rows_for(t, rows) for t in config.temperature}
+    top_p = store.manifest["settings"].get("top_p", 1.0)  # absent: no reply was drawn
     measured = _measure(target, head, store, used, steps)
     if not any(found.replies for group in measured.values() for found in group):
         raise SpectrainError(
@@ -94,7 +95,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         "temperatures": [
             {
                 "temperature": temperature,
-                "note": _note(temperature, used[temperature]),
+                "note": _note(temperature, used[temperature], top_p),
                 **summarise(conversations, steps, config.seed),
                 "domains": by_domain(conversations, steps, config.seed),
             }
@@ -154,13 +155,23 @@ def _rows_for(temperature: float, rows: list[RowInfo]) -> list[RowInfo]:
     return [row for row in rows if row.temperature == temperature] or rows
 
 
-def _note(temperature: float, rows: list[RowInfo]) -> str | None:
-    """What the reader must know when the text was not written at the temperature measured."""
-    if all(row.temperature == temperature for row in rows):
+def _note(temperature: float, rows: list[RowInfo], top_p: float) -> str | None:
+    """What the reader must know when the text was not drawn from the distribution measured."""
+    parts = []
+    if any(row.temperature != temperature for row in rows):
+        parts.append(f"replies sampled at {_temperatures(rows)}, not at {temperature:g}")
+    # At temperature 0 a nucleus changes nothing, neither in the text nor in the measure.
+    if top_p < 1 and temperature > 0 and any(row.temperature for row in rows):
+        parts.append(f"replies drawn with top_p {top_p:g}, measured without it")
+    if not parts:
         return None
-    counts = Counter("unknown" if r.temperature is None else f"{r.temperature:g}" for r in rows)
-    where = ", ".join(f"{name} ({count} rows)" for name, count in sorted(counts.items()))
     return (
-        f"replies sampled at {where}, not at {temperature:g}: the numbers are teacher-forced on "
-        "text the target would not have written at this temperature"
+        f"{'; '.join(parts)}: the numbers are teacher-forced on text that was not drawn from the "
+        "distribution measured"
     )
+
+
+def _temperatures(rows: list[RowInfo]) -> str:
+    """Temperatures that the rows were sampled at and how many at each."""
+    counts = Counter("unknown" if r.temperature is None else f"{r.temperature:g}" for r in rows)
+    return ", ".join(f"{name} ({count} rows)" for name, count in sorted(counts.items()))

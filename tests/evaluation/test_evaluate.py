@@ -20,7 +20,7 @@ from spectrain.recipes.evaluate import EvalConfig, render, run
 SHAPES = [(3, 9, 0.0, "code"), (2, 5, 0.0, "chat"), (4, 12, 1.0, "code"), (1, 7, None, None)]
 
 
-def make_store(path, target, shapes=SHAPES, layers=(0, 2, 3)):
+def make_store(path, target, shapes=SHAPES, layers=(0, 2, 3), **drawn):
     """Held-out rows of random tokens: (prompt length, reply length, temperature, domain)."""
     random = torch.Generator().manual_seed(0)
     rows = [
@@ -38,6 +38,7 @@ def make_store(path, target, shapes=SHAPES, layers=(0, 2, 3)):
         "dtype": "float32",
         "aux_layers": list(layers),
         "target": {"fingerprint": target.fingerprint},
+        **drawn,
     }
     with StoreWriter.claim(path, settings, {"target": target.name}) as writer:
         found = dict(capture(target, rows, layers, torch.float32, 64))
@@ -97,6 +98,22 @@ def test_no_row_at_this_temperature(settings):
     for part in ("0 (2 rows)", "1 (1 rows)", "unknown (1 rows)", "not at 0.5"):
         assert part in measured["note"]
     assert list(measured["domains"]) == ["chat", "code", "other"]
+
+
+def test_replies_of_a_nucleus_are_said_to_be_such(settings, tiny, tmp_path):
+    """Text drawn with top_p below 1 is at no temperature above 0 the target's own."""
+    store = str(make_store(tmp_path / "nucleus", tiny, top_p=0.9))
+    greedy, sampled, other = evaluate(settings, store=store, temperature=[0, 1, 0.5])[
+        "temperatures"
+    ]
+    assert greedy["note"] is None
+    assert "drawn with top_p 0.9" in sampled["note"]
+    assert "sampled at" not in sampled["note"]
+    for part in ("1 (1 rows)", "not at 0.5", "top_p 0.9"):
+        assert part in other["note"]
+    store = str(make_store(tmp_path / "whole", tiny, top_p=1.0))
+    (sampled,) = evaluate(settings, store=store, temperature=1)["temperatures"]
+    assert sampled["note"] is None
 
 
 def test_batches_and_rerun_change_nothing(settings, monkeypatch):
