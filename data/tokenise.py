@@ -17,6 +17,7 @@ from itertools import chain
 import jinja2
 import torch
 
+from spectrain.core.batch import counted
 from spectrain.core.errors import SpectrainError
 from spectrain.data.conversations import Conversation
 from spectrain.data.shard import Row
@@ -89,7 +90,7 @@ def answered_row(
     """The row of a reply that the target itself produced: its ids are used as they are.
 
     `reply` ends with the end-of-turn token iff `finish` is "stop". Raises Refused: empty-reply,
-    truncated-away.
+    reply-too-short, truncated-away.
     """
     if len(reply) <= (finish == "stop"):
         raise Refused("empty-reply")
@@ -108,7 +109,8 @@ def given_row(
     """The row of a conversation with its given replies, all of them supervised.
 
     Raises Refused: template-rejects, prefix-mismatch, no-generation-prompt, empty-reply,
-    no-end-of-turn, stop-token-in-reply, boundary-merge, empty-prompt, truncated-away.
+    no-end-of-turn, stop-token-in-reply, boundary-merge, empty-prompt, reply-too-short,
+    truncated-away.
     """
     pieces = _pieces(tokenizer, conversation)
     encoded = _encode_pieces(tokenizer, pieces)
@@ -136,9 +138,12 @@ def given_row(
 
 
 def _row(conversation, ids, mask, split, temperature, finish, max_length: int) -> Row:
-    """Cut at `max_length` and checked: something must be left to learn."""
-    reply = torch.tensor(mask[:max_length], dtype=torch.int16)
-    if not bool((reply > 0).any()):
+    """Cut at `max_length` and checked: an anchor must be left, else there is nothing to learn."""
+    whole = torch.tensor(mask, dtype=torch.int16)
+    reply = whole[:max_length].clone()
+    if not counted(whole, 0).any():
+        raise Refused("reply-too-short")
+    if not counted(reply, 0).any():
         raise Refused("truncated-away")
     return Row(
         id=conversation.id,

@@ -36,14 +36,20 @@ def write_head(head: DraftHead, folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
+def find_head(folder: Path) -> Path:
+    """The folder of the head: `folder` itself, or its `head` when it is that of a training run."""
+    inner = Path(folder) / "head"
+    if not (Path(folder) / "config.json").is_file() and (inner / "config.json").is_file():
+        return inner
+    return Path(folder)
+
+
 def load_head(folder: Path, *, device: torch.device | str = "cpu") -> DraftHead:
     """Load a head. A missing, extra or misshapen tensor is an error that names it.
 
     The result still has to be bound to its target: `check_target`, `bind`.
     """
-    folder = Path(folder)
-    if not (folder / "config.json").is_file() and (folder / "head" / "config.json").is_file():
-        folder = folder / "head"  # the folder of a training run
+    folder = find_head(folder)
     path = folder / "config.json"
     if not path.is_file():
         raise SpectrainError(

@@ -18,15 +18,17 @@ import torch
 from accelerate import Accelerator
 from pydantic import BaseModel, Field, ValidationError
 
+from spectrain.core.batch import counted
 from spectrain.core.config import nearest
 from spectrain.core.environment import describe, peak_rss_mb
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import disk_errors, read_json, sha256_file, write_json
 from spectrain.core.provenance import provenance
 from spectrain.core.target import Target
+from spectrain.data.shard import RowInfo
 from spectrain.data.store import FeatureStore
 from spectrain.heads.base import DraftHead
-from spectrain.heads.io import WEIGHTS, check_target, load_head, save_head
+from spectrain.heads.io import WEIGHTS, check_target, find_head, load_head, save_head
 from spectrain.heads.registry import family
 from spectrain.trainer.changes import digests, require_changes
 from spectrain.trainer.checkpoint import FOLDER, require_same
@@ -51,7 +53,8 @@ class TrainConfig(TrainerSettings):
     version: int = Field(3, ge=1, description="which EAGLE, when no family is given")
     head: dict[str, Any] = Field({}, description="options of the family, e.g. head.steps")
     init: Path | None = Field(
-        None, description="folder of a head to start from; its draft vocabulary is kept"
+        None,
+        description="folder of a head (or of its run) to start from; its draft vocabulary is kept",
     )
     extend: bool = Field(
         False, description="let a run go on to more steps than it was started with"
@@ -91,6 +94,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         accelerator.wait_for_everyone()
         store = FeatureStore.open(config.store)
         rows = store.rows("train")
+        _require_anchors(store, rows)
         settings = config.model_copy(update={"steps": config.total_steps(len(rows))})
         identity = _identity(settings, options, store)
         finished = _finished(settings, identity)
@@ -150,9 +154,19 @@ def _options(kind: type[BaseModel], config: TrainConfig) -> BaseModel:
         raise SpectrainError("; ".join(problems), where=f"{config.family_name} options") from None
 
 
+def _require_anchors(store: FeatureStore, rows: list[RowInfo]) -> None:
+    """Refuse rows of which none has anything to learn; as a rule the first one has."""
+    if rows and not any(bool(counted(store.batch([row]).reply, 0).any()) for row in rows):
+        raise SpectrainError(
+            "no training row has a reply of two tokens or more, so there is nothing to learn",
+            where=str(store.path),
+            fix="prepare a store with longer replies",
+        )
+
+
 def _identity(settings: TrainConfig, options: BaseModel, store: FeatureStore) -> dict[str, Any]:
     """What must not change between the parts of one run."""
-    init = settings.init and settings.init / WEIGHTS
+    init = settings.init and find_head(settings.init) / WEIGHTS
     if init and not init.is_file():
         raise SpectrainError(
             "no head to start from", where=str(settings.init), fix="give the folder of a head"

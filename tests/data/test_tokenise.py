@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from spectrain.core.batch import counted
 from spectrain.core.errors import SpectrainError
 from spectrain.data.conversations import Conversation
 from spectrain.data.tokenise import (
@@ -168,8 +169,9 @@ def test_truncation(tokenizer):
     assert not whole.truncated
     assert cut.tokens.tolist() == whole.tokens[: start + 2].tolist()
     assert cut.supervised == 2
-    with pytest.raises(Refused, match="truncated-away"):
-        tokenised(tokenizer, talk("question", "a rather long answer"), max_length=start)
+    for end in (start, start + 1):  # a single token of a reply has no anchor
+        with pytest.raises(Refused, match="truncated-away"):
+            tokenised(tokenizer, talk("question", "a rather long answer"), max_length=end)
 
 
 def test_length_stopped_reply_has_no_end(tokenizer):
@@ -209,6 +211,29 @@ def test_own_reply_that_is_only_an_end_is_refused(tokenizer):
             finish="stop",
             max_length=9,
         )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reply", "finish", "kept"),
+    [
+        ([1, 2], [7], "length", False),
+        ([1, 2], [7, 8], "length", True),
+        # Position 0 is nobody's guess: two tokens from there on hold no anchor, three do.
+        ([], [7, 8], "length", False),
+        ([], [7, 8, 9], "length", True),
+    ],
+)
+def test_a_row_without_an_anchor_is_refused(prompt, reply, finish, kept):
+    def row():
+        return answered_row(
+            talk("hi"), prompt, reply, split="train", temperature=1.0, finish=finish, max_length=9
+        )
+
+    if kept:
+        assert counted(row().reply, 0).any()
+        return
+    with pytest.raises(Refused, match="reply-too-short"):
+        row()
 
 
 def test_prompt_longer_than_the_limit_is_refused(tokenizer):

@@ -13,6 +13,9 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from spectrain.core.errors import RunFailed, SpectrainError
+from spectrain.data.capture import capture
+from spectrain.data.shard import Row
+from spectrain.data.writer import StoreWriter
 from spectrain.heads.io import load_head
 from spectrain.recipes import prepare, train
 from spectrain.trainer.metrics import read_metrics
@@ -137,6 +140,10 @@ def test_a_head_to_start_from_keeps_its_vocabulary(config, make_store, tmp_path)
     warm = load_head(tmp_path / "warm" / "head")
     assert torch.equal(first.d2t, warm.d2t)
     assert warm.config == first.config
+    # The folder of the run stands for its head, as everywhere.
+    train.run(config(store=other, init=config().out, head={}, out=tmp_path / "run folder"))
+    same = load_head(tmp_path / "run folder").state_dict()
+    assert all(torch.equal(value, same[name]) for name, value in warm.state_dict().items())
     # A head made for the other store guesses other tokens: the map would have changed.
     train.run(config(store=other, out=tmp_path / "new"))
     assert not torch.equal(load_head(tmp_path / "new" / "head").d2t, first.d2t)
@@ -156,6 +163,25 @@ def test_options_of_the_head_are_checked_all_at_once(config):
 def test_features_of_other_layers_are_refused(config):
     with pytest.raises(SpectrainError, match=r"layers \[0, 2, 3\], the head reads \[0, 1, 2\]"):
         train.run(config(head={"aux_layers": [0, 1, 2]}))
+
+
+def test_rows_without_an_anchor_are_refused(config, tiny, tmp_path):
+    """A store that says so much, and not "train longer" after all the steps."""
+    row = Row(
+        id="0" * 16,
+        split="train",
+        tokens=torch.arange(3, 10, dtype=torch.int32),
+        reply=torch.tensor([0, 0, 1, 0, 2, 0, 3], dtype=torch.int16),
+    )
+    layers = (0, 2, 3)
+    ((_, found),) = capture(tiny, [row], layers, torch.float32, 64)
+    settings = {"dtype": "float32", "aux_layers": list(layers)}
+    settings["target"] = {"fingerprint": tiny.fingerprint}
+    with StoreWriter.claim(tmp_path / "short", settings, {"target": tiny.name}) as writer:
+        writer.write_shard(0, "all", [(row, found.states)])
+        writer.finish(1)
+    with pytest.raises(SpectrainError, match="no training row has a reply of two tokens"):
+        train.run(config(store=tmp_path / "short"))
 
 
 def test_steps_and_epochs(config):

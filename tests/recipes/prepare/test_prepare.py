@@ -102,6 +102,12 @@ def test_all_rows_dropped_is_an_error_with_the_reasons(config, tmp_path):
         FeatureStore.open(config().store)
 
 
+def test_replies_of_one_token_teach_nothing(config):
+    """The reply's first token is given to the head, the second is its first guess."""
+    with pytest.raises(SpectrainError, match=r"no row is left: \d+ reply-too-short"):
+        prepare.run(config(max_new_tokens=1))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
