@@ -1,4 +1,4 @@
-"""Several processes on CPUs, when `accelerate launch --cpu --num_processes N` asked for them.
+"""Several processes on CPUs, when `accelerate launch` was asked for them by flag or by file.
 
 accelerate starts a single process there unless it finds MPI, and says nothing: the run would take
 N times as long, or look like a test of N processes that never was. We start the N ourselves.
@@ -6,10 +6,13 @@ N times as long, or look like a test of N processes that never was. We start the
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
 import psutil
+import torch
+from accelerate.commands.config import config_args
 from accelerate.commands.launch import launch_command_parser
 
 from spectrain.core.errors import SpectrainError
@@ -32,13 +35,30 @@ def _asked_for() -> int:
     """Processes that accelerate's plain launcher was told to start, 1 if it is not our parent."""
     # It sets the address of a group and leaves out its size.
     group = {"MASTER_ADDR", "WORLD_SIZE"} & os.environ.keys()
-    if os.environ.get("ACCELERATE_USE_CPU") != "True" or group != {"MASTER_ADDR"}:
+    cpu = os.environ.get("ACCELERATE_USE_CPU") == "True" or not torch.cuda.is_available()
+    if "ACCELERATE_USE_CPU" not in os.environ or not cpu or group != {"MASTER_ADDR"}:
         return 1
     command = psutil.Process(os.getppid()).cmdline()
-    if "launch" not in command:
-        raise SpectrainError(
-            "accelerate was asked for several processes on CPUs and started one",
-            fix="use torchrun --nproc-per-node N -m spectrain …",
-        )
-    arguments = command[command.index("launch") + 1 :]
-    return launch_command_parser().parse_known_args(arguments)[0].num_processes or 1
+    if "launch" in command:
+        arguments = command[command.index("launch") + 1 :]
+        given = launch_command_parser().parse_known_args(arguments)[0]
+        count, machines = _with_file(given)
+        if machines == 1:
+            return count
+    raise SpectrainError(
+        "accelerate was asked for several processes on CPUs and started one",
+        fix="use torchrun --nproc-per-node N -m spectrain …",
+    )
+
+
+def _with_file(given: argparse.Namespace) -> tuple[int, int]:
+    """Processes and machines: flags, then accelerate's file where it reads one, then defaults."""
+    count, machines = given.num_processes, given.num_machines
+    default = os.path.isfile(config_args.default_config_file) and not given.cpu
+    if given.config_file is not None or default:
+        file = config_args.load_config_from_file(given.config_file)
+        count = file.num_processes if count is None else count
+        machines = file.num_machines if machines is None else machines
+    if count is None:
+        count = torch.cuda.device_count() or 1  # what accelerate takes, with --cpu, too
+    return count, machines or 1

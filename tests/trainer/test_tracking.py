@@ -27,7 +27,32 @@ def test_processes_that_were_asked_for_and_not_started_are_missed(monkeypatch):
     parent = SimpleNamespace(cmdline=lambda: ["python", "accelerate", "launch", *OPTIONS])
     monkeypatch.setattr(launch.psutil, "Process", lambda pid: parent)
     assert launch._asked_for() == 3
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "False")  # no --cpu, on a machine with CPUs only
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
+    assert launch._asked_for() == 3
     parent.cmdline = lambda: ["bash"]
+    with pytest.raises(SpectrainError, match="torchrun"):
+        launch.start_all()
+
+
+@pytest.mark.parametrize("where", ["flag", "default"])
+def test_processes_that_a_file_asks_for_are_missed_too(monkeypatch, tmp_path, where):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
+    options = ["-m", "spectrain", "train-eagle"]
+    if where == "flag":
+        options = ["--config_file", str(file), *options]
+    else:
+        monkeypatch.setattr(launch.config_args, "default_config_file", str(file))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    parent = SimpleNamespace(cmdline=lambda: ["python", "accelerate", "launch", *options])
+    monkeypatch.setattr(launch.psutil, "Process", lambda pid: parent)
+    assert launch._asked_for() == 2
+    options.insert(0, "--num_processes=4")  # a flag is stronger than a file
+    assert launch._asked_for() == 4
+    file.write_text("distributed_type: MULTI_CPU\nnum_machines: 2\nuse_cpu: true\n")
+    del options[0]
     with pytest.raises(SpectrainError, match="torchrun"):
         launch.start_all()
 
