@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: its threads
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import signal
 import socket
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", connect)
 
 
+@pytest.fixture
+def ctrl_c_interrupts():
+    """SIGINT interrupts this process and those it starts, also where our own parent ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     return make_tokenizer()
@@ -41,6 +50,22 @@ def tokenizer():
 def tiny_path(tmp_path_factory, tokenizer) -> Path:
     """Folder of the tiny target."""
     return save_tiny(tmp_path_factory.mktemp("target") / "tiny", tokenizer)
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory, tokenizer):
+    """A target whose lm_head has a row for each token and no more, untied, other rotary base."""
+    from spectrain.core.target import Target
+
+    folder = save_tiny(
+        tmp_path_factory.mktemp("target") / "whole",
+        tokenizer,
+        seed=3,
+        vocab_size=len(tokenizer),
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 700.0},
+    )
+    return Target.load(str(folder), pack_weights=False)
 
 
 @pytest.fixture(scope="session")

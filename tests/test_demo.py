@@ -76,7 +76,7 @@ def head_bytes(out: Path) -> bytes:
     return (out / "train/head/model.safetensors").read_bytes()
 
 
-def test_demo_killed_and_finished_equals_a_clean_run(config, tmp_path):
+def test_demo_killed_and_finished_equals_a_clean_run(config, tmp_path, ctrl_c_interrupts):
     clean = demo(config, tmp_path / "clean")
     output = clean.communicate()[0]
     assert clean.returncode == 0, output

@@ -259,9 +259,13 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; the second one interrupts at once, as usual."""
+    """An event that the first Ctrl-C sets; the second one interrupts at once, as usual.
+
+    A process that ignores Ctrl-C (started by nohup or in a script's background) goes on doing so.
+    """
     event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():
         yield event  # signals belong to the main thread
         return
 

@@ -78,15 +78,25 @@ def test_resumed_with_other_micro_batches_sees_the_same_rows(make_head, make_dat
     assert [r["seen"] for r in rows] == [r["seen"] for r in expected]
 
 
-def test_ctrl_c_finishes_the_step_and_saves(make_head, make_data, fit, tmp_path, capsys):
-    def interrupt():
-        os.kill(os.getpid(), signal.SIGINT)
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
 
+
+def test_ctrl_c_finishes_the_step_and_saves(
+    make_head, make_data, fit, tmp_path, capsys, ctrl_c_interrupts
+):
     with pytest.raises(KeyboardInterrupt):
         fit(make_head(), make_data(before_load=at_load(2, interrupt)), tmp_path, save_every=100)
     assert checkpoint.newest(tmp_path)[1]["step"] == 3
     assert "checkpoint of step 3 of 6 written" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_ignored_ctrl_c_stays_ignored(make_head, make_data, fit, tmp_path, ctrl_c_interrupts):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    state, _ = fit(make_head(), make_data(before_load=at_load(2, interrupt)), tmp_path)
+    assert state.step == 6
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
