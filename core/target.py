@@ -69,6 +69,7 @@ class Target:
         with models.load_errors(name):
             config = AutoConfig.from_pretrained(source, **options)
             _refuse_unknown_layers(config.get_text_config(decoder=True), name)
+            _refuse_moving_rotary(config.get_text_config(decoder=True), name)
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
             model = AutoModelForCausalLM.from_pretrained(
                 source, dtype=wanted, attn_implementation=attention.NAME, **options
@@ -213,6 +214,22 @@ def _dtype(name: str) -> torch.dtype:
     if name not in known:
         raise SpectrainError(f"unknown dtype {name!r}", fix=f"choose one of {', '.join(known)}")
     return known[name]
+
+
+def _refuse_moving_rotary(config, name: str) -> None:
+    """Rotary angles that depend on the length of the text: the rows of a draft that is later
+    rejected would change the angles of those before them."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for entry in nested or [parameters]:
+        kind = entry.get("rope_type", "default")
+        if kind in ("dynamic", "longrope"):
+            raise SpectrainError(
+                f"the target's rotary positions are of type {kind!r}, which depends on the length "
+                "of the text: a draft could change what comes before it",
+                where=f"target {name}",
+                fix="use a target with fixed rotary positions (default, linear, llama3, yarn)",
+            )
 
 
 def _refuse_unknown_layers(config, name: str) -> None:

@@ -64,7 +64,7 @@ def stock(target: Target, max_new_tokens: int) -> Method:
             row,
             attention_mask=torch.ones_like(row),
             do_sample=False,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=min(max_new_tokens, target.max_length - len(prompt)),
             eos_token_id=list(target.stop_ids),
             pad_token_id=target.stop_ids[0] if target.stop_ids else None,
         )[0, len(prompt) :].tolist()

@@ -36,7 +36,9 @@ class Sampling:
 
     def warp(self, logits: Tensor) -> Tensor:
         """Logits [..., V] → probabilities [..., V], float32."""
-        logits = logits.float() / self.temperature
+        logits = logits.float()
+        # Relative to the largest, so that no temperature is too small for float32.
+        logits = (logits - logits.max(-1, keepdim=True).values) / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             smallest = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < smallest, float("-inf"))

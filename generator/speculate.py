@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -66,7 +68,8 @@ class Completion:
 class Clock:
     """Seconds by stage as the host sees them (on a GPU: until the work is queued).
 
-    `total` runs from the first draft on; what is neither draft nor verify is overhead.
+    draft and verify are the forwards of head and target alone; `total` runs from the first draft
+    on. Overhead is all the rest: sampling, verification rules, cache, tokens, bookkeeping.
     """
 
     prefill: float = 0.0
@@ -78,6 +81,12 @@ class Clock:
     @property
     def overhead(self) -> float:
         return self.total - self.draft - self.verify
+
+    @contextmanager
+    def time(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        setattr(self, stage, getattr(self, stage) + time.perf_counter() - started)
 
     def add(self, other: Clock) -> None:
         for name, value in vars(other).items():
@@ -112,7 +121,10 @@ class Generator:
     def generate(
         self, prompts: list[Tensor], max_new_tokens: int, sampling: Sampling | None = None
     ) -> list[Completion]:
-        """Complete token prompts [n]; rows may differ in length and end at different times."""
+        """Complete token prompts [n]; rows may differ in length and end at different times.
+
+        A reply ends with "length" after max_new_tokens, or where the target's context is full.
+        """
         sampling = sampling or Sampling()
         limits = self._limits(prompts, max_new_tokens)
         results = [Completion(finish="" if limit > 0 else "length") for limit in limits]
@@ -157,15 +169,11 @@ class Generator:
             live = [not results[row].finish for row in rows]
             view = _view(max(lengths[row] for row in rows) + gamma + 1, cache.slots)
 
-            mark = time.perf_counter()
             drafts, q = self._draft(state, guess, sampling, random, current)
-            clock.draft += time.perf_counter() - mark
-
-            mark = time.perf_counter()
             block = torch.cat([current[:, None], drafts], dim=1)  # [B, γ+1]
-            features = target.forward(block, cache=cache, aux_layers=aux_layers, view=view)
-            logits = target.logits(features.last)
-            clock.verify += time.perf_counter() - mark
+            with clock.time("verify"):
+                features = target.forward(block, cache=cache, aux_layers=aux_layers, view=view)
+                logits = target.logits(features.last)
 
             if sampling.greedy:
                 accepted, current = verify.greedy(logits, drafts)
@@ -184,12 +192,11 @@ class Generator:
                     lengths[row] += count + 1
             clock.steps += 1
             if head and any(not results[row].finish for row in rows):
-                mark = time.perf_counter()
                 read = torch.cat([drafts, current[:, None]], dim=1)
                 read.scatter_(1, accepted[:, None], current[:, None])
                 view = _view(max(lengths[row] for row in rows) + 2 * gamma + 1, cache.slots)
-                guess = head.extend(state, read, features, kept, view)
-                clock.draft += time.perf_counter() - mark
+                with clock.time("draft"):
+                    guess = head.extend(state, read, features, kept, view)
         clock.total = time.perf_counter() - started
         return results
 
@@ -211,7 +218,8 @@ class Generator:
         drafts, distributions = [], []
         for depth in range(self.gamma):
             if depth:
-                guess = self.head.expand(state, drafts[-1][:, None], parents)[:, 0]
+                with self.clock.time("draft"):
+                    guess = self.head.expand(state, drafts[-1][:, None], parents)[:, 0]
             if sampling.greedy:
                 choice = guess.argmax(-1)
             else:
@@ -227,9 +235,9 @@ class Generator:
             raise SpectrainError(f"max-new-tokens {max_new_tokens} is negative")
         longest = self.target.max_length
         for index, prompt in enumerate(prompts):
-            if not 0 < len(prompt) <= longest:
+            if not 0 < len(prompt) < longest:
                 raise SpectrainError(
-                    f"{len(prompt)} tokens; the target takes 1 to {longest}",
+                    f"{len(prompt)} tokens; the target reads {longest}, one of them for the reply",
                     where=f"prompt {index + 1}",
                     fix="shorten the prompt"
                     if len(prompt)

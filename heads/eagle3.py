@@ -32,6 +32,7 @@ from spectrain.heads.ttt_attention import Anchors, ttt_attention
 
 # The layer feeds itself, so it can draft further than it was trained; guesses get worse and worse.
 LONGEST_DRAFT = 16
+DRAFT_VOCAB = 32000
 
 
 class Eagle3Options(BaseModel):
@@ -40,7 +41,9 @@ class Eagle3Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     steps: int = Field(7, ge=1, le=16, description="draft steps K unrolled in training")
     step_decay: float = Field(0.8, gt=0, le=1, description="weight of step k is step_decay**k")
-    draft_vocab_size: int = Field(32000, ge=1, description="tokens the head can guess")
+    draft_vocab_size: int | None = Field(
+        None, ge=1, description="tokens the head can guess; default: 32000, or all there are"
+    )
     init: Literal["target", "random"] = Field(
         "target", description="start from the target's last layer, or at random"
     )
@@ -155,7 +158,7 @@ class Eagle3Head(DraftHead):
     @classmethod
     def create(cls, options: Eagle3Options, target: Any, token_counts: Tensor) -> Eagle3Head:
         model, readout = target.config, target.readout
-        size = min(options.draft_vocab_size, readout.usable)
+        size = options.draft_vocab_size or min(DRAFT_VOCAB, readout.usable)
         always = [*target.tokenizer.all_special_ids, *target.stop_ids]
         ids = vocab.choose_tokens(token_counts, size, always, readout.usable)
         heads = model.num_attention_heads

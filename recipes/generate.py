@@ -110,6 +110,9 @@ def run(config: GenerateConfig) -> dict[str, Any]:
             name: summary(result["done"], result["seconds"], clocks.get(name))
             for name, result in results.items()
         },
+        "cut_by_context": sum(
+            len(prompt) + config.max_new_tokens > target.max_length for prompt in prompts
+        ),
         "definitions": DEFINITIONS,
     }
     if config.compare:
@@ -162,6 +165,8 @@ def render(report: dict[str, Any]) -> str:
             stages = method["stages"]
             row += f"{stages['draft']:>8.0%}{stages['verify']:>8.0%}{stages['overhead']:>7.1%}"
         lines.append(row)
+    if report["cut_by_context"]:
+        lines.append(f"cut short by the target's context: {report['cut_by_context']} prompts")
     for against in report.get("speedup", ()):
         if against["value"] is not None:
             low, high = against["low"], against["high"]

@@ -157,6 +157,18 @@ def test_recurrent_layers_are_refused(tmp_path, tokenizer):
         Target.load(str(tmp_path))
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_positions_that_depend_on_the_length_are_refused(tmp_path, tokenizer, kind):
+    """A draft row near the switch would change the angles of the rows before it."""
+    parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        parameters |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+        parameters |= {"original_max_position_embeddings": 64}
+    folder = save_tiny(tmp_path / "target", tokenizer, rope_parameters=parameters)
+    with pytest.raises(SpectrainError, match=f"{kind}.*depends on the length"):
+        Target.load(str(folder))
+
+
 @pytest.mark.parametrize(
     ("layers", "expected"), [(30, (1, 14, 26)), (32, (1, 15, 28)), (4, (0, 2, 3)), (6, (1, 3, 4))]
 )

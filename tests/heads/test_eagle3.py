@@ -6,10 +6,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import make_batch, make_head, random_rows
+from tiny_models import make_batch, make_head, random_rows, save_tiny
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from spectrain.core.batch import Batch, counted
 from spectrain.core.errors import SpectrainError
+from spectrain.core.target import Target
+
+GEMMA = {
+    "vocab_size": 392,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 1.0,
+    "final_logit_softcapping": 4.0,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 2,
+}
 
 
 def counts_slowly(reply: list[int], anchor: int, step: int) -> bool:
@@ -26,10 +44,19 @@ def test_counted_is_the_rule_of_the_spec(reply, step):
     assert got == [counts_slowly(reply, anchor, step) for anchor in range(len(reply))]
 
 
+@pytest.fixture(params=["reduced", "all tokens", "identity"])
+def pair(request, tiny, whole):
+    """A target and the size of a draft vocabulary: a part; all tokens of a target with padded rows
+    (a map); every row of the target (no map)."""
+    return {"reduced": (tiny, 120), "all tokens": (tiny, 384), "identity": (whole, 384)}[
+        request.param
+    ]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("draft_vocab", [120, 392])
-def test_the_two_faces_agree(tiny, draft_vocab):
+def test_the_two_faces_agree(pair):
     """CASE 23: step-k logits in training = logits when drafting from the same prefix, 1e-4."""
+    tiny, draft_vocab = pair
     head = make_head(tiny, draft_vocab=draft_vocab)
     generator = torch.Generator().manual_seed(3)
     compared = 0
@@ -160,8 +187,8 @@ def slow_objective(head, batch: Batch):
     return torch.stack(loss), count, hits, seen
 
 
-@pytest.mark.parametrize("draft_vocab", [200, 392])
-def test_objective_and_gradients_equal_the_slow_reference(tiny, draft_vocab):
+def test_objective_and_gradients_equal_the_slow_reference(pair):
+    tiny, draft_vocab = pair
     head = make_head(tiny, steps=3, draft_vocab=draft_vocab)
     generator = torch.Generator().manual_seed(8)
     tokens, reply = random_rows(generator)
@@ -200,7 +227,7 @@ def test_six_tokens_by_hand(tiny):
     assert counted(reply, 1)[0].nonzero().flatten().tolist() == [1, 2]
     assert counted(reply, 2)[0].nonzero().flatten().tolist() == [1]
     assert counted(reply, 3).sum() == 0
-    head = make_head(tiny, steps=4, draft_vocab=392)
+    head = make_head(tiny, steps=4, draft_vocab=384)
     batch = make_batch(tiny, head, torch.tensor([[5, 6, 7, 8, 9, 10]]), reply)
     assert head.counts(batch).tolist() == [3, 2, 1, 0]
     # The teacher of step 0 are the target's rows 2 3 4: changing any other changes nothing.
@@ -299,3 +326,65 @@ def test_frozen_lm_head_is_frozen(tiny):
 def test_impossible_aux_layers_are_refused(tiny):
     with pytest.raises(SpectrainError, match="aux_layers"):
         make_head(tiny, aux_layers=(0, 2, 9))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "default", "rope_theta": 700.0},
+        {"rope_type": "linear", "rope_theta": 700.0, "factor": 3.0},
+        {"rope_type": "yarn", "rope_theta": 700.0, "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda parameters: parameters["rope_type"],
+)
+def test_rotary_positions_are_the_target_s(tmp_path, tokenizer, parameters):
+    """Base and scaling reach the head: the same angles, the same attention scale."""
+    folder = save_tiny(tmp_path / "target", tokenizer, rope_parameters=parameters)
+    target = Target.load(str(folder), pack_weights=False)
+    positions = torch.tensor([[0, 1, 7, 100, 400]])
+    expected = target.decoder.rotary_emb(torch.zeros(1), positions)
+    ours = make_head(target).rotary(positions, torch.float32)
+    for got, wanted in zip(ours, expected, strict=True):
+        torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+
+
+def test_the_teacher_is_the_target_s_distribution(tmp_path, tokenizer):
+    """Over the draft vocabulary, soft cap included (Gemma caps its logits)."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gemma2", **GEMMA)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    target = Target.load(str(tmp_path), pack_weights=False)
+    head = make_head(target)
+    tokens, reply = random_rows(torch.Generator().manual_seed(2))
+    batch = make_batch(target, head, tokens, reply)
+    teacher, lookup = head._teacher(batch)
+    rows = (counted(reply, 0).flatten().nonzero().flatten()) + 1
+    logits = target.logits(batch.last.flatten(0, 1)[rows])
+    assert logits.abs().max() > 0.5 * config.final_logit_softcapping  # the cap matters here
+    ids = head.to_target(torch.arange(120))
+    torch.testing.assert_close(teacher[lookup[rows]], logits[:, ids].softmax(-1))
+
+
+def test_head_size_is_explicit(tiny):
+    """CASE 25: hidden size 48, four heads of 16."""
+    head = make_head(tiny)
+    attention = head.midlayer.self_attn
+    assert tiny.hidden_size == 48 != head.config.num_attention_heads * head.config.head_dim
+    assert attention.q_proj.weight.shape == (64, 96)
+    assert attention.k_proj.weight.shape == (32, 96)
+    assert attention.o_proj.weight.shape == (48, 64)
+
+
+def test_more_draft_tokens_than_there_are(tiny):
+    with pytest.raises(SpectrainError, match="not between 1 and 384"):
+        make_head(tiny, draft_vocab=385)
+    assert make_head(tiny, draft_vocab=None).config.draft_vocab_size == 384

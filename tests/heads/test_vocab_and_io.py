@@ -68,11 +68,30 @@ def test_round_trip_is_exact(saved, tiny):
     assert json.loads((folder / "provenance.json").read_text()) == {"seed": 1}
 
 
-def test_whole_vocabulary_stores_no_map(tiny, tmp_path):
-    head = make_head(tiny, draft_vocab=392)
-    # The tokenizer has 384 entries: the 8 padded rows are never drafted, so a map is needed.
-    assert head.config.draft_vocab_size == 384
-    assert head.reduced
+def test_a_map_is_stored_only_where_there_is_one(tiny, whole, tmp_path):
+    """CASE 31: identity is the absence of a map. A padded target needs one even for all tokens:
+    its rows beyond the tokenizer are never drafted."""
+    padded, identity = make_head(tiny, draft_vocab=384), make_head(whole, draft_vocab=384)
+    assert "d2t" in padded.state_dict()
+    assert not {"d2t", "t2d"} & identity.state_dict().keys()
+    ids = torch.arange(384)
+    assert torch.equal(padded.to_target(ids), ids)
+    assert torch.equal(identity.to_target(ids), ids)
+    probabilities = torch.rand(3, 384)
+    torch.testing.assert_close(identity.spread(probabilities), probabilities)
+    save_head(identity, tmp_path / "head")
+    again = load_head(tmp_path / "head")
+    assert torch.equal(again.to_target(ids), ids)
+
+
+def test_spread_puts_each_probability_at_its_token(tiny):
+    head = make_head(tiny)
+    probabilities = torch.rand(2, 120)
+    full = head.spread(probabilities)
+    ids = head.t2d.nonzero().flatten()
+    assert full.shape == (2, 392)
+    torch.testing.assert_close(full[:, ids], probabilities)
+    torch.testing.assert_close(full.sum(-1), probabilities.sum(-1))
 
 
 def damage(folder, change):
