@@ -26,8 +26,9 @@ _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 def disk_errors(path: str | Path) -> Iterator[None]:
     """Turn the disk's refusals while working on `path` into one line each.
 
-    Raises RunFailed when the disk is full, SpectrainError when the path cannot be read or written.
-    Every other OSError passes through.
+    Raises RunFailed when the disk is full, SpectrainError when the path cannot be read or written
+    or the folder it lies in is missing. Every other OSError passes through, so does
+    FileNotFoundError of the path itself.
     """
     try:
         yield
@@ -55,7 +56,18 @@ def disk_errors(path: str | Path) -> Iterator[None]:
                 where=str(error.filename or path),
                 fix="choose another path",
             ) from error
+        if error.errno == errno.ENOENT and _lacks_folder(Path(path).absolute(), error.filename):
+            raise SpectrainError(
+                f"there is no folder {Path(path).parent}", where=str(path), fix="check the path"
+            ) from error
         raise
+
+
+def _lacks_folder(path: Path, failed: str | None) -> bool:
+    """Whether `failed`, a name that the system did not find, is missing for want of path's folder:
+    it is that folder, one above it, or something in it. (An error about another place is not.)"""
+    missing = Path(failed or path).absolute()
+    return not path.parent.is_dir() and (missing in path.parents or missing.parent == path.parent)
 
 
 def _sibling(path: Path) -> Path:
@@ -170,18 +182,52 @@ def require_free(path: str | Path, size: int) -> None:
 
 
 def require_writable(path: str | Path) -> None:
-    """Raise SpectrainError unless a file can be written at `path`, its missing folders made."""
+    """Raise SpectrainError unless a file can be written at `path`, its missing folders made.
+
+    It is tried, for permissions alone do not tell: /proc grants root everything and holds no file.
+    Raises RunFailed on a full disk. Nothing is left behind.
+    """
     path = Path(path)
     if path.is_dir():
         raise SpectrainError("this is a folder", where=str(path), fix="name a file")
-    existing = path.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    inside_file = existing.is_file() and existing != path.absolute()
-    if inside_file or not os.access(existing, os.W_OK):
+    if path.exists() and not path.is_file():  # a device or pipe is simply written to
+        reason = "" if os.access(path, os.W_OK) else os.strerror(errno.EACCES)
+    else:
+        with disk_errors(path):
+            reason = _refusal(path.resolve())
+    if reason:
         raise SpectrainError(
-            "cannot be written", where=str(path), fix="choose another path or its permissions"
+            f"cannot be written ({reason})",
+            where=str(path),
+            fix="choose another path or change its permissions",
         )
+
+
+def _refusal(path: Path) -> str:
+    """Why no file can be made at `path`, in the system's words; nothing when one can."""
+    if path.is_file() and not os.access(path, os.W_OK):
+        return os.strerror(errno.EACCES)
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    probe = _sibling(folder / path.name)
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
+        return error.strerror
+    return ""
+
+
+def give_normal_mode(path: str | Path) -> None:
+    """Give a file the mode that new files get here; safetensors makes its own private."""
+    probe = _sibling(Path(path))
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    os.chmod(path, mode)
 
 
 def write_json(path: str | Path, value: Any) -> None:

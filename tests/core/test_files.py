@@ -97,9 +97,46 @@ def test_require_free_tells_both_numbers(tmp_path):
 def test_require_writable(tmp_path):
     files.require_writable(tmp_path / "new" / "report.json")
     (tmp_path / "file").touch()
-    for bad in (tmp_path, tmp_path / "file" / "below"):
+    files.require_writable(tmp_path / "file")
+    files.require_writable("/dev/null")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    files.require_writable(tmp_path / "link")
+    (tmp_path / "broken").symlink_to(tmp_path / "file" / "below")
+    before = sorted(tmp_path.rglob("*"))
+    for bad in (tmp_path, tmp_path / "file" / "below", tmp_path / "broken"):
         with pytest.raises(SpectrainError, match=str(bad)):
             files.require_writable(bad)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_nobody_can_make(tmp_path, monkeypatch):
+    """The proc file system lets root do anything and has no files: found before the work."""
+    with pytest.raises(SpectrainError, match=r"/proc/nope/x\.json: cannot be written"):
+        files.require_writable("/proc/nope/x.json")
+    with pytest.raises(SpectrainError, match=r"/proc/nope/x\.json: there is no folder /proc/nope"):
+        files.write_json("/proc/nope/x.json", {})
+    monkeypatch.setattr(files.Path, "mkdir", lambda self: refuse(errno.ENOSPC)(0))
+    with pytest.raises(RunFailed, match="disk full"):
+        files.require_writable(tmp_path / "x.json")
+
+
+def test_a_missing_folder_is_one_line_and_a_missing_file_is_the_callers(tmp_path):
+    absent = tmp_path / "absent" / "file"
+    with (
+        pytest.raises(SpectrainError, match=f"there is no folder {absent.parent}"),
+        files.disk_errors(absent),
+    ):
+        absent.read_bytes()
+    with pytest.raises(FileNotFoundError), files.disk_errors(tmp_path / "file"):
+        (tmp_path / "file").read_bytes()
+    with pytest.raises(FileNotFoundError), files.disk_errors("owner/model"):
+        absent.read_bytes()  # another place: no word about a folder "owner"
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(SpectrainError, match="in each other's way"),
+        files.disk_errors(tmp_path / "file" / "below"),
+    ):
+        (tmp_path / "file" / "below").read_bytes()
 
 
 def test_json_round_trip_and_refusals(tmp_path):
