@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from spectrain.core.errors import SpectrainError
-from spectrain.core.files import atomic_folder, read_json, write_json
+from spectrain.core.files import atomic_folder, give_normal_mode, read_json, write_json
 from spectrain.heads.base import DraftHead
 from spectrain.heads.registry import family
 
@@ -33,7 +33,13 @@ def write_head(head: DraftHead, folder: Path) -> None:
     """Write config and weights into an existing folder (callers make it atomic)."""
     write_json(folder / "config.json", head.config.model_dump(mode="json"))
     tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    write_tensors(tensors, folder / WEIGHTS)
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file that others may read if they may read the files beside it."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    give_normal_mode(path)
 
 
 def find_head(folder: Path) -> Path:

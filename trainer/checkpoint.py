@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import (
@@ -28,7 +28,7 @@ from spectrain.core.files import (
     write_json,
 )
 from spectrain.heads.base import DraftHead
-from spectrain.heads.io import WEIGHTS, load_weights, write_head
+from spectrain.heads.io import WEIGHTS, load_weights, write_head, write_tensors
 from spectrain.trainer import optim
 
 FOLDER = "checkpoints"
@@ -47,7 +47,7 @@ def save(
     require_free(run, size(head))
     with atomic_folder(folder) as temporary:
         write_head(head, temporary)
-        save_file(optim.flatten(parts), temporary / OPTIMIZER)
+        write_tensors(optim.flatten(parts), temporary / OPTIMIZER)
         sums = {name: sha256_file(temporary / name) for name in ("config.json", WEIGHTS, OPTIMIZER)}
         write_json(temporary / STATE, {**state, "sha256": sums})
     for old in _folders(run)[keep:]:

@@ -179,6 +179,17 @@ def test_steps_grow_only_when_asked_to(make_head, make_data, fit, tmp_path):
     assert [row["step"] for row in rows] == list(range(1, 9))
 
 
+def test_all_files_of_a_checkpoint_have_the_mode_of_new_files(make_head, make_data, fit, tmp_path):
+    before = os.umask(0o027)
+    try:
+        fit(make_head(), make_data(), tmp_path)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("step-*/*")}
+    assert set(modes) > {"model.safetensors", "optimizer.safetensors"}
+    assert set(modes.values()) == {0o640}, modes
+
+
 def test_a_checkpoint_holds_no_pickle(make_head, make_data, fit, tmp_path):
     fit(make_head(), make_data(), tmp_path)
     names = {path.name for path in (tmp_path / "checkpoints" / "step-00000006").iterdir()}
