@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+ROOMS = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
 LEFT_OUT = shutil.ignore_patterns(
     ".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "wandb", "tests"
 )
@@ -42,12 +45,25 @@ def test_only_the_package_is_installed(wheel):
 
 def test_every_module_and_data_file_is_in_it(wheel):
     names = set(wheel.namelist())
-    rooms = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
-    for path in [*ROOT.glob("*.py"), *(p for room in rooms for p in room.glob("*.py"))]:
+    for path in [*ROOT.glob("*.py"), *(p for room in ROOMS for p in room.glob("*.py"))]:
         assert f"spectrain/{path.relative_to(ROOT)}" in names
     assert "spectrain/data/prompts.jsonl" in names
     for path in (ROOT / "recipes" / "configs").glob("*.yaml"):
         assert f"spectrain/recipes/configs/{path.name}" in names
+
+
+def test_every_dependency_is_used():
+    """One that nothing imports costs every user its download. accelerate starts wandb, transformers
+    reads GGUF files with gguf."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = {re.split("[<>=]", line)[0] for line in project["dependencies"]} - {"wandb", "gguf"}
+    sources = [*ROOT.glob("*.py"), *(p for room in ROOMS for p in room.glob("*.py"))]
+    found = {
+        name.split(".")[0]
+        for source in sources
+        for name in re.findall(r"^\s*(?:from|import) ([\w.]+)", source.read_text(), re.M)
+    }
+    assert {"yaml" if name == "pyyaml" else name for name in asked} <= found
 
 
 def test_console_script(wheel):
