@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-T = TypeVar("T")
 
 PLAIN_EVERY_SECONDS = 10.0
 
@@ -137,15 +135,3 @@ def progress(
         yield bar
     finally:
         bar.finish()
-
-
-def track(
-    iterable: Iterable[T], total: float | None = None, label: str = "", unit: str = "items"
-) -> Iterator[T]:
-    """Yield from `iterable` and count each item when the caller has finished with it."""
-    if total is None and hasattr(iterable, "__len__"):
-        total = len(iterable)
-    with progress(total, label, unit) as bar:
-        for item in iterable:
-            yield item
-            bar.update()
