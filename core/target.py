@@ -168,25 +168,26 @@ class Target:
         features = self.forward(tokens)
         ours = self.logits(features.last)
         stock = self.model(input_ids=tokens, use_cache=False).logits
-        self._compare("lm_head(last hidden state) and the model's own logits", ours, stock)
+        self.require_close("lm_head(last hidden state) and the model's own logits", ours, stock)
 
         self.model.set_attn_implementation("eager")
         eager = self.model(input_ids=tokens, use_cache=False).logits
         self.model.set_attn_implementation(attention.NAME)
-        self._compare("our attention and the library's eager attention", ours, eager)
+        self.require_close("our attention and the library's eager attention", ours, eager)
 
         cache = self.new_cache(1, 12)
         pieces = []
         for piece in (tokens[:, :7], tokens[:, 7:]):
             pieces.append(self.forward(piece, cache=cache).last)
             cache.commit(torch.tensor([piece.shape[1]], device=self.device))
-        self._compare(
+        self.require_close(
             "reading in two pieces and at once (a state that our cache does not hold)",
             self.logits(torch.cat(pieces, dim=1)),
             ours,
         )
 
-    def _compare(self, what: str, left: Tensor, right: Tensor) -> None:
+    def require_close(self, what: str, left: Tensor, right: Tensor) -> None:
+        """Refuse logits that two routes through the model give and that differ beyond rounding."""
         gap = (left.float() - right.float()).abs().max().item()
         size = right.float().abs().max().item()
         if not gap <= _CHECK_TOLERANCE[self.dtype] * max(size, 1e-6):

@@ -122,7 +122,7 @@ def test_state_before_the_norm_is_refused(tiny, rows):
         last_layer = tiny.num_layers - 1
         return Features(tiny.forward(tokens, aux_layers=(last_layer,)).aux, features.aux)
 
-    with pytest.raises(SpectrainError, match="differs from the model's own logits"):
+    with pytest.raises(SpectrainError, match="and the model's own logits differ by"):
         check_logits(Altered(tiny, unnormed), rows[1])
 
 
