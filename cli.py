@@ -257,7 +257,10 @@ def targets(
     """
     with one_line_errors():
         from spectrain.core import models
+        from spectrain.core.files import require_writable
 
+        if json is not None:
+            require_writable(json)
         if fetch is not None:
             models.fetch(fetch)
         _finish({"targets": models.list_targets()}, json)

@@ -5,7 +5,8 @@ A file is YAML with one section for each verb that it has something to say about
 
     train:
       steps: 400
-      optimizer: {lr: 1e-3}
+      optimizer: muon
+      head: {steps: 5}
 """
 
 from __future__ import annotations

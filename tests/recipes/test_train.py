@@ -7,16 +7,20 @@ import os
 import random
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
+import yaml
 from accelerate.state import AcceleratorState, GradientState
 
+from spectrain.core import config as config_module
 from spectrain.core.errors import RunFailed, SpectrainError
 from spectrain.data.capture import capture
 from spectrain.data.shard import Row
 from spectrain.data.writer import StoreWriter
 from spectrain.heads.io import load_head
+from spectrain.heads.registry import family
 from spectrain.recipes import prepare, train
 from spectrain.trainer.metrics import read_metrics
 
@@ -158,6 +162,12 @@ def test_options_of_the_head_are_checked_all_at_once(config):
         train.run(config(init="somewhere"))
     with pytest.raises(SpectrainError, match="unknown head family 'eagle9'"):
         train.run(config(version=9))
+
+
+def test_the_example_of_a_configuration_file_is_valid():
+    example = yaml.safe_load(textwrap.dedent(config_module.__doc__.partition("::\n")[2]))
+    chosen = train.TrainConfig(**example["train"])
+    family(chosen.family_name).Options(**chosen.head)
 
 
 def test_features_of_other_layers_are_refused(config):
