@@ -2,7 +2,7 @@
 
 Runs the shipped commands with one configuration, each as its own process, and gathers their reports
 into OUT/report.json. Interrupted anywhere, the same call goes on where it was: `prepare` and
-`train-eagle` by themselves, finished stages are not run again.
+`train-eagle` know by themselves what is done; the others run again only when their inputs changed.
 
     python scripts/demo.py [--config demo-smollm2] [--out runs/demo]
 """
@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import spectrain
 from spectrain.core.config import find_config, load_config
 from spectrain.core.environment import describe, settle
-from spectrain.core.errors import SpectrainError
 from spectrain.core.failures import one_line_errors
 from spectrain.core.files import atomic_write, read_json, write_json
 
@@ -37,16 +37,18 @@ class Story:
         self.store, self.train = out / "store", out / "train"
         self.head, self.heldout = self.train / "head", out / "heldout.jsonl"
         self.log = out / "stages.json"
-        digest = hashlib.sha256(find_config(config).read_bytes()).hexdigest()[:16]
-        self.stages: dict[str, Any] = {"config": digest}
-        if self.log.is_file():
-            self.stages = read_json(self.log)
-        if self.stages["config"] != digest:
-            raise SpectrainError(
-                f"{config} has changed since this run was started",
-                where=str(out),
-                fix=f"remove {out} or give another --out",
-            )
+        self.stages: dict[str, Any] = read_json(self.log) if self.log.is_file() else {}
+
+    def inputs(self, stage: str) -> str | None:
+        """A digest of all that the result of a stage depends on; None for stages that know by
+        themselves whether they are finished, and refuse to go on with other settings."""
+        if stage in ("prepare", "train-eagle"):
+            return None
+        digest = hashlib.sha256(spectrain.__version__.encode())
+        files = (find_config(self.config), self.heldout, self.store / "manifest.json")
+        for file in (*files, *sorted(self.head.glob("*.safetensors")), self.head / "config.json"):
+            digest.update(file.read_bytes())
+        return digest.hexdigest()[:16]
 
     def arguments(self, stage: str) -> list[str]:
         """The command line of a stage, after `spectrain`."""
@@ -61,11 +63,14 @@ class Story:
         return [stage, "--config", self.config, *own, "--json", json_file]
 
     def run(self, stage: str) -> dict[str, Any]:
-        """Run a stage unless it is finished; returns its report."""
+        """Run a stage unless its result is there already; returns its report."""
         done = self.stages.setdefault(stage, {"seconds": 0.0, "finished": False})
-        if done["finished"]:
+        inputs, report = self.inputs(stage), self.out / f"{stage}.json"
+        if inputs and done["finished"] and done.get("inputs") == inputs and report.is_file():
             print(f"── {stage}: done before ({done['seconds']:.0f} s)", flush=True)
-            return read_json(self.out / f"{stage}.json")
+            return read_json(report)
+        if inputs and done.get("inputs") != inputs:
+            done["seconds"] = 0.0  # another head or store: another measurement
         arguments = self.arguments(stage)
         print(f"\n── spectrain {' '.join(arguments)}", flush=True)
         started = time.monotonic()
@@ -73,15 +78,17 @@ class Story:
         try:
             code = _call([sys.executable, "-m", "spectrain", *arguments])
         finally:
-            # Interrupted attempts count: the seconds are what the stage has cost in all.
-            done["seconds"] = round(done["seconds"] + time.monotonic() - started, 1)
-            done["finished"] = code == 0
+            # Seconds of all attempts that were not killed: what the stage has cost. A finished one
+            # that only says so costs nothing more.
+            if not done["finished"] or inputs:
+                done["seconds"] = round(done["seconds"] + time.monotonic() - started, 1)
+            done |= {"finished": code == 0, "inputs": inputs}
             peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
             self.stages["peak_rss_mb"] = round(max(peak, self.stages.get("peak_rss_mb", 0)), 1)
             write_json(self.log, self.stages)
         if code:
             raise SystemExit(code)
-        return read_json(self.out / f"{stage}.json")
+        return read_json(report)
 
 
 def _call(command: list[str]) -> int:
@@ -166,12 +173,9 @@ def show(report: dict[str, Any], path: Path) -> str:
         lines.append(f"α {name:<10}" + "".join(f"{cell:>9}" for cell in cells))
     lines += [
         "",
-        f"τ {tau['value']:.2f} ({tau['low']:.2f}–{tau['high']:.2f}) tokens per target forward, "
-        f"{tau['draft_tokens']} drafted, greedy, held-out",
-    ]
-    lines += [f"speed {s['value']:.2f}× ({s['low']:.2f}–{s['high']:.2f}) of {s['baseline']}"
-              for s in report["speedups"]]  # fmt: skip
-    lines += [
+        f"τ {_interval(tau)} tokens per target forward, {tau['draft_tokens']} drafted, greedy, "
+        "held-out",
+        *(f"speed {_interval(ratio)} × {ratio['baseline']}" for ratio in report["speedups"]),
         f"greedy output equal to transformers': {same['identical']} of {same['prompts']} prompts",
         f"minutes: {sum(report['stages'].values()) / 60:.1f} ("
         + ", ".join(f"{name} {seconds / 60:.1f}" for name, seconds in report["stages"].items())
@@ -179,6 +183,15 @@ def show(report: dict[str, Any], path: Path) -> str:
         f"report {path}, plot {report['plot']}",
     ]
     return "\n".join(lines)
+
+
+def _interval(number: dict[str, Any]) -> str:
+    """`1.46 (1.40–1.53)`; the interval is missing where there is one conversation only."""
+    if number["value"] is None:
+        return "–"
+    if number["low"] is None:
+        return f"{number['value']:.2f}"
+    return f"{number['value']:.2f} ({number['low']:.2f}–{number['high']:.2f})"
 
 
 def main() -> None:
@@ -192,7 +205,7 @@ def main() -> None:
         story = Story(arguments.config, arguments.out)
         reports = {}
         for stage in STAGES:
-            if stage == "generate":
+            if stage == "eval-alpha":
                 write_heldout(story)
             reports[stage] = story.run(stage)
         report = gather(story, reports)

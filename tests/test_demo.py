@@ -95,7 +95,6 @@ def test_demo_killed_and_finished_equals_a_clean_run(config, tmp_path, ctrl_c_in
     third = demo(config, killed)
     output = third.communicate()[0]
     assert third.returncode == 0, output
-    assert "prepare: done before" in output
     assert head_bytes(killed) == head_bytes(tmp_path / "clean")
     again = json.loads((killed / "report.json").read_text())
     assert again["alpha"] == report["alpha"]
@@ -113,12 +112,29 @@ def test_demo_killed_and_finished_equals_a_clean_run(config, tmp_path, ctrl_c_in
     assert report["environment"]
 
 
-def test_a_changed_configuration_is_refused(config, tmp_path):
+def test_nothing_stale_is_served(config, tmp_path):
+    """Other measurements of the same head are made anew, other prompts are refused; one prompt and
+    one held-out conversation have no intervals, and the table says so."""
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "stages.json").write_text('{"config": "0000000000000000"}')
-    process = demo(config, out)
-    line = process.communicate()[0]
-    assert process.returncode == 2
-    assert "has changed" in line
-    assert "Traceback" not in line
+    sections = yaml.safe_load(config.read_text())
+    sections["generate"]["limit"] = 1
+    config.write_text(yaml.safe_dump(sections))
+    first = demo(config, out)
+    output = first.communicate()[0]
+    assert first.returncode == 0, output
+    assert json.loads((out / "report.json").read_text())["greedy_identical"]["prompts"] == 1
+
+    sections["generate"]["limit"] = 2
+    config.write_text(yaml.safe_dump(sections))
+    second = demo(config, out)
+    output = second.communicate()[0]
+    assert second.returncode == 0, output
+    assert json.loads((out / "report.json").read_text())["greedy_identical"]["prompts"] == 2
+
+    prompts = Path(sections["prepare"]["prompts"])
+    prompts.write_text("".join(prompts.read_text().splitlines(keepends=True)[:50]))
+    third = demo(config, out)
+    output = third.communicate()[0]
+    assert third.returncode == 2, output
+    assert "made with other settings" in output or "source" in output
+    assert "Traceback" not in output
