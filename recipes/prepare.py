@@ -269,6 +269,31 @@ def _require_some(rows: list, fates: Counter, config: PrepareConfig) -> None:
         )
 
 
+def render(report: dict) -> str:
+    """What a person reads: rows by split, what was dropped, what the work cost."""
+    counts, rates = report["counts"], report["tokens_per_second"]
+    lines = [
+        f"store {report['store']} ({report['bytes'] / 1e6:,.0f} MB) of {report['target']}",
+        f"{'':<10}{'rows':>8}{'tokens':>12}{'supervised':>12}",
+    ]
+    for split in counts["rows"]:
+        rows, tokens, supervised = (
+            counts[key][split] for key in ("rows", "tokens", "supervised_tokens")
+        )
+        lines.append(f"{split:<10}{rows:>8,}{tokens:>12,}{supervised:>12,}")
+    dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(counts["dropped"].items()))
+    lines += [
+        f"dropped: {dropped or 'nothing'}",
+        f"replies cut off by their length: {counts['length_stopped']:,}, "
+        f"rows cut at max_length: {counts['truncated']:,}",
+    ]
+    stages = []
+    for stage, seconds in report["seconds"].items():
+        rate = f" ({rates[stage]:,.0f} tokens/s)" if rates.get(stage) else ""
+        stages.append(f"{stage} {seconds:.0f}{rate}")
+    return "\n".join([*lines, f"seconds: {', '.join(stages)}"])
+
+
 def _report(
     config: PrepareConfig, manifest: dict, clock: Clock, answered: int, captured: int
 ) -> dict:

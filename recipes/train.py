@@ -232,6 +232,25 @@ def _head(
     return head.float()
 
 
+def render(report: dict[str, Any]) -> str:
+    """What a person reads: where the head is, what it cost, how it did on its training data."""
+    accepted = " ".join("–" if a is None else f"{a:.2f}" for a in report["acceptance"])
+    loss = "–" if report["loss"] is None else f"{report['loss']:.3f}"
+    return "\n".join(
+        [
+            f"head {report['head']} ({report['family']} for {report['target']})",
+            f"{report['steps']:,} steps, {report['supervised_tokens']:,} reply tokens in "
+            f"{report['seconds']:,.0f} s ({report['tokens_per_second']:,.0f} tokens/s, "
+            f"{report['processes']} process{'es' if report['processes'] > 1 else ''}), "
+            f"{report['skipped_steps']} steps skipped, peak memory "
+            f"{report['peak_rss_mb'] / 1e3:.1f} GB",
+            f"last tenth of the run, on training data: loss {loss}, greedy acceptance by "
+            f"position {accepted}",
+            "what it is worth: spectrain eval-alpha on held-out rows",
+        ]
+    )
+
+
 def _report(
     settings: TrainConfig, state: State, store: FeatureStore, accelerator: Accelerator
 ) -> dict[str, Any]:

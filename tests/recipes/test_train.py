@@ -106,6 +106,7 @@ def test_a_run_leaves_a_head_its_history_and_a_report(config, tiny):
 
 def test_a_finished_run_says_so_and_gives_its_report(config, capsys):
     report = train.run(config())
+    assert f"{report['steps']} steps" in train.render(report)
     before = (config().out / "head" / "model.safetensors").stat().st_mtime_ns
     assert train.run(config()) == report
     assert "this run is finished" in capsys.readouterr().err
