@@ -94,7 +94,6 @@ def test_every_dropped_row_is_counted(config, tmp_path):
     assert sum(report["counts"]["rows"].values()) == 1
     text = prepare.render(report)
     assert "dropped: 1 bad-row, 1 duplicate, 1 empty-reply" in text
-    assert max(map(len, text.splitlines()[:3])) <= 100
 
 
 def test_all_rows_dropped_is_an_error_with_the_reasons(config, tmp_path):
