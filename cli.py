@@ -53,6 +53,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any other setting; may be repeated."),
 ]
+OnBadRow = Annotated[
+    str | None, typer.Option(metavar="stop|skip", help="At a line that is no conversation.")
+]
 Overwrite = Annotated[
     bool | None, typer.Option("--overwrite", help="Replace what other settings made there.")
 ]
@@ -90,9 +93,7 @@ def prepare(
         float | None, typer.Option(help="Share of prompts kept for eval-alpha, below 1.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Use only so many conversations.")] = None,
-    on_bad_row: Annotated[
-        str | None, typer.Option(metavar="stop|skip", help="At a line that is no conversation.")
-    ] = None,
+    on_bad_row: OnBadRow = None,
     overwrite: Overwrite = None,
     seed: Seed = None,
     config: ConfigFile = None,
@@ -207,6 +208,8 @@ def generate(
     out: Out = None,
     temperature: Temperature = None,
     max_new_tokens: MaxNewTokens = None,
+    limit: Annotated[int | None, typer.Option(help="Use only so many conversations.")] = None,
+    on_bad_row: OnBadRow = None,
     draft_tokens: Annotated[
         int | None, typer.Option(help="Tokens drafted before each check by the target.")
     ] = None,
@@ -234,6 +237,8 @@ def generate(
         "out": out,
         "temperature": temperature,
         "max_new_tokens": max_new_tokens,
+        "limit": limit,
+        "on_bad_row": on_bad_row,
         "draft_tokens": draft_tokens,
         "compare": compare,
         "seed": seed,
@@ -276,7 +281,7 @@ def _run(
     json: str | None,
 ) -> None:
     """Build the configuration, run `spectrain.recipes.<recipe>`, print and write its report."""
-    with one_line_errors():
+    with one_line_errors(goes_on=verb in ("prepare", "train")):
         from spectrain.core.config import load_config
         from spectrain.core.files import require_writable
 

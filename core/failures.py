@@ -14,8 +14,10 @@ from spectrain.core.errors import SpectrainError
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
+def one_line_errors(goes_on: bool = False) -> Iterator[None]:
     """Turn what is raised inside into SystemExit: 2 bad input, 1 failed, 130 interrupted.
+
+    goes_on: whether the same command, run again, goes on where this one was interrupted.
 
     `SPECTRAIN_DEBUG=1` shows the traceback of an error that nobody foresaw.
     """
@@ -24,7 +26,7 @@ def one_line_errors() -> Iterator[None]:
     except SpectrainError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        _fail("interrupted; the same command goes on where it was", 130)
+        _fail("interrupted" + "; the same command goes on where it was" * goes_on, 130)
     except BrokenPipeError:
         raise  # the reader of our output has left: Typer ends quietly
     except Exception as error:

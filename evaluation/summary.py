@@ -20,7 +20,9 @@ DEFINITIONS = {
     "conditional": "the same, anchors weighted by P(positions before accepted | text)",
     "joint": "P(this position and all before it accepted), product of conditionals",
     "tau": "tokens per target forward, the target's own included; not counted: "
-    "the prompt's forward with its token, anything after the end of the reply",
+    "the prompt's forward with its token, anything after the end of the reply. "
+    "Less than 1 + the sum of the joints: α is a mean over all positions, while a draft "
+    "starts behind a rejection more often than elsewhere, where text is harder to guess",
     "rule": "greedy at temperature 0 (an anchor leaves once the text's token is not "
     "the target's argmax), else lossless sampling of a drawn chain",
     "rejections": "include every token that the draft vocabulary lacks",

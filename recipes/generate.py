@@ -48,8 +48,8 @@ class GenerateConfig(Config):
     limit: int | None = Field(None, ge=1, description="only the first so many prompts of the file")
     out: Path | None = Field(None, description="folder for replies.jsonl")
     max_new_tokens: int = Field(128, ge=0, description="longest reply in tokens")
-    draft_tokens: int | None = Field(
-        None, ge=1, description="tokens drafted per step; default: the head's own steps"
+    draft_tokens: int = Field(
+        3, ge=1, description="tokens drafted per step; how many pay depends on the acceptance"
     )
     temperature: float = Field(0.0, ge=0, description="0: greedy")
     top_k: int = Field(0, ge=0, description="only the k most likely tokens; 0: all")
@@ -105,7 +105,7 @@ def run(config: GenerateConfig) -> dict[str, Any]:
         "prompts": len(prompts),
         "temperature": config.temperature,
         "max_new_tokens": config.max_new_tokens,
-        "draft_tokens": (config.draft_tokens or head.config.steps) if head else None,
+        "draft_tokens": config.draft_tokens if head else None,
         "methods": {
             name: summary(result["done"], result["seconds"], clocks.get(name))
             for name, result in results.items()
@@ -171,7 +171,8 @@ def render(report: dict[str, Any]) -> str:
         if against["value"] is not None:
             low, high = against["low"], against["high"]
             between = "" if low is None else f" ({low:.2f}–{high:.2f})"
-            lines.append(f"speedup {against['value']:.2f}×{between} over {against['baseline']}")
+            slower = ", SLOWER: try fewer --draft-tokens" * (against["value"] < 1)
+            lines.append(f"speed {against['value']:.2f} × {against['baseline']}{between}{slower}")
     for name, count in report.get("identical", {}).items():
         lines.append(f"the same tokens as {name}: {count} of {report['prompts']} prompts")
     lines.append("")

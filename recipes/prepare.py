@@ -58,10 +58,10 @@ class PrepareConfig(Config):
         "only; auto: it answers the conversations that do not end with a reply",
     )
     temperature: Temperatures = Field(
-        (0.7,), min_length=1, description="every train prompt is answered once at each"
+        (0.7,), description="every train prompt is answered once at each"
     )
     heldout_temperatures: Temperatures = Field(
-        (0.0, 1.0), min_length=1, description="every held-out prompt is answered once at each"
+        (0.0, 1.0), description="every held-out prompt is answered once at each"
     )
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the replies, 1: everything")
     max_new_tokens: int = Field(256, ge=1, description="longest reply in tokens")
@@ -86,8 +86,8 @@ class PrepareConfig(Config):
     @field_validator("temperature", "heldout_temperatures")
     @classmethod
     def _each_once(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if len(set(value)) != len(value):
-            raise ValueError("a temperature is given twice")
+        if not value or len(set(value)) != len(value):
+            raise ValueError("give one or more different temperatures")
         return value
 
 
@@ -287,6 +287,14 @@ def render(report: dict) -> str:
         f"replies cut off by their length: {counts['length_stopped']:,}, "
         f"rows cut at max_length: {counts['truncated']:,}",
     ]
+    total = sum(counts["rows"].values())
+    if counts["length_stopped"] > total / 2:
+        lines.append(
+            "note: most replies were cut off, so the head learns little of how they end; "
+            "raise --max-new-tokens if you can"
+        )
+    if not counts["rows"].get("heldout"):
+        lines.append("note: no held-out rows, eval-alpha has nothing to measure; raise --heldout")
     stages = []
     for stage, seconds in report["seconds"].items():
         rate = f" ({rates[stage]:,.0f} tokens/s)" if rates.get(stage) else ""

@@ -83,7 +83,8 @@ class Story:
             if not done["finished"] or inputs:
                 done["seconds"] = round(done["seconds"] + time.monotonic() - started, 1)
             done |= {"finished": code == 0, "inputs": inputs}
-            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+            # KiB on Linux, in MB of 10^6 bytes as in the stages' own reports.
+            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e6
             self.stages["peak_rss_mb"] = round(max(peak, self.stages.get("peak_rss_mb", 0)), 1)
             write_json(self.log, self.stages)
         if code:
@@ -166,6 +167,7 @@ def show(report: dict[str, Any], path: Path) -> str:
         "",
         f"EAGLE-3 head for {report['target']}, trained on {report['supervised_tokens']:,} tokens",
         "",
+        "greedy, held-out replies; intervals in the report and above",
         f"{'position':<12}" + "".join(f"{row['position']:>9}" for row in report["alpha"]),
     ]
     for name in ("marginal", "conditional", "joint"):
@@ -200,7 +202,7 @@ def main() -> None:
     parser.add_argument("--out", default="runs/demo", type=Path, help="folder to write to")
     arguments = parser.parse_args()
     settle()
-    with one_line_errors():
+    with one_line_errors(goes_on=True):
         arguments.out.mkdir(parents=True, exist_ok=True)
         story = Story(arguments.config, arguments.out)
         reports = {}

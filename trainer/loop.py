@@ -179,6 +179,12 @@ def train(
                 if main:
                     print(f"checkpoint of step {state.step} of {steps} written", file=sys.stderr)
                 raise KeyboardInterrupt
+    if state.skipped_in_row:
+        raise RunFailed(
+            f"the loss or its gradient was not finite in the last {state.skipped_in_row} steps",
+            where=str(run),
+            fix="the weights may be spoilt: train again with a lower learning rate",
+        )
     return state
 
 
@@ -190,6 +196,11 @@ def head_tables(head: DraftHead) -> set[int]:
 def _check_batch(settings: TrainerSettings, data: Data, world: int) -> None:
     if not data.lengths:
         raise SpectrainError("no training rows in the store", fix="prepare more conversations")
+    if settings.batch_size > len(data.lengths):
+        raise SpectrainError(
+            f"batch_size {settings.batch_size} is more than the {len(data.lengths)} training rows",
+            fix="use smaller batches or prepare more conversations",
+        )
     if settings.batch_size % world:
         raise SpectrainError(
             f"batch_size {settings.batch_size} cannot be shared by {world} processes",
