@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from spectrain import cli
 from spectrain.core.config import Config
 from spectrain.core.errors import RunFailed, SpectrainError
+from spectrain.core.failures import one_line_errors
 
 # command → (recipe module, configuration class)
 RECIPES = {
@@ -195,3 +196,11 @@ def test_unknown_target_for_real(tmp_path):
     assert last.startswith("error: ")
     assert "no/such-model" in last
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_only_what_goes_on_says_so(capsys, goes_on):
+    with pytest.raises(SystemExit) as left, one_line_errors(goes_on):
+        raise KeyboardInterrupt
+    assert left.value.code == 130
+    assert ("goes on where it was" in capsys.readouterr().err) is goes_on

@@ -9,12 +9,13 @@ import torch
 from rich.console import Console
 
 from spectrain.core.config import load_config
-from spectrain.core.errors import SpectrainError
+from spectrain.core.errors import RunFailed, SpectrainError
 from spectrain.data.capture import capture
 from spectrain.data.shard import Row
 from spectrain.data.writer import StoreWriter
 from spectrain.heads.eagle3 import Eagle3Head, Eagle3Options
 from spectrain.heads.io import save_head
+from spectrain.recipes import evaluate as evaluate_recipe
 from spectrain.recipes.evaluate import EvalConfig, render, run
 
 SHAPES = [(3, 9, 0.0, "code"), (2, 5, 0.0, "chat"), (4, 12, 1.0, "code"), (1, 7, None, None)]
@@ -167,3 +168,14 @@ def test_another_target(settings, tmp_path):
     AutoTokenizer.from_pretrained(settings["target"]).save_pretrained(tmp_path / "changed")
     with pytest.raises(SpectrainError, match="not of this target"):
         evaluate(settings, target=str(tmp_path / "changed"))
+
+
+def test_a_plot_that_cannot_be_written_costs_nothing_else(settings, monkeypatch, capsys):
+    def full(path, data):
+        raise RunFailed("disk full", where=str(path))
+
+    monkeypatch.setattr(evaluate_recipe, "atomic_write", full)
+    report = evaluate(settings)
+    assert report["plot"] is None
+    assert report["temperatures"][0]["positions"][0]["anchors"] > 0
+    assert "no plot: " in capsys.readouterr().err

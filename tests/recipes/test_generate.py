@@ -143,3 +143,12 @@ def test_a_head_of_another_target_is_refused(flags, tmp_path, tokenizer):
     save_head(make_head(other), tmp_path / "foreign")
     with pytest.raises(SpectrainError, match="was trained for"):
         generate(flags, head=str(tmp_path / "foreign"))
+
+
+def test_a_slowdown_is_called_one(flags, tmp_path):
+    report = generate(flags, head=str(tmp_path / "head"), compare=True)
+    for value, words in ((0.67, True), (1.2, False)):
+        report["speedup"] = [
+            {"baseline": "plain", "method": "eagle3", "value": value, "low": None, "high": None}
+        ]
+        assert ("SLOWER" in render(report)) is words

@@ -156,3 +156,15 @@ def test_muon_trains_every_tensor(make_head, make_data, fit, tmp_path):
     _, rows = fit(head, make_data(), tmp_path, steps=12, optimizer="muon")
     require_changes(head, before, "here")
     assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_a_run_that_ends_on_bad_steps_has_failed(make_head, make_data, fit, tmp_path):
+    """Fewer than max_bad_steps, but nothing after them shows that the weights are whole."""
+    data = make_data(before_load=poison({3, 4}))
+    with pytest.raises(RunFailed, match="not finite in the last 2 steps"):
+        fit(make_head(), data, tmp_path, steps=5)
+
+
+def test_a_batch_larger_than_the_data_is_refused(make_head, make_data, fit, corpus, tmp_path):
+    with pytest.raises(SpectrainError, match=r"batch_size 100 is more than the \d+ training rows"):
+        fit(make_head(), make_data(), tmp_path, batch_size=100)

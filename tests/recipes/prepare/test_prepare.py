@@ -123,3 +123,10 @@ def test_impossible_settings_are_one_line(config, changes, message):
     with pytest.raises(SpectrainError, match=message) as caught:
         prepare.run(config(**changes))
     assert "\n" not in str(caught.value)
+
+
+def test_the_summary_warns_of_what_will_hurt_later(config):
+    report = prepare.run(config(heldout=0.0, max_new_tokens=2))
+    text = prepare.render(report)
+    assert "most replies were cut off" in text
+    assert "no held-out rows" in text
