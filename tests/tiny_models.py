@@ -9,6 +9,21 @@ import torch
 from spectrain.core.batch import Batch
 from spectrain.heads.eagle3 import Eagle3Head, Eagle3Options
 
+# A small configuration that every supported architecture takes.
+SIZES = {
+    "vocab_size": 392,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 2,
+}
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content']"
     " + '<|im_end|>\n' }}{% endfor %}"

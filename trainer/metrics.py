@@ -40,7 +40,9 @@ class Window:
     def row(self, weights: Sequence[float]) -> dict[str, Any]:
         """Means over the window; None where nothing was counted."""
         terms = [_ratio(s, c) for s, c in zip(self.loss, self.count, strict=True)]
-        weighed = [w * t for w, t in zip(weights, terms, strict=False) if t is not None]
+        # Without a single good step there are no terms, and nothing to weigh.
+        pairs = zip(weights, terms, strict=True) if terms else ()
+        weighed = [w * t for w, t in pairs if t is not None]
         return {
             "loss": sum(weighed) if weighed else None,
             "loss_terms": terms,

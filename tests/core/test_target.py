@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import save_tiny
+from tiny_models import SIZES, save_tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spectrain.core.errors import SpectrainError
@@ -12,20 +12,6 @@ from spectrain.core.packing import can_pack
 from spectrain.core.readout import Readout
 from spectrain.core.target import Target
 
-SIZES = {
-    "vocab_size": 392,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.1,
-    "eos_token_id": 2,
-    "bos_token_id": 1,
-    "pad_token_id": 2,
-}
 SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
 FAMILIES = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
