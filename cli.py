@@ -56,6 +56,12 @@ Overrides = Annotated[
 OnBadRow = Annotated[
     str | None, typer.Option(metavar="stop|skip", help="At a line that is no conversation.")
 ]
+Steps = Annotated[int | None, typer.Option(help="Optimiser steps.")]
+Rate = Annotated[float | None, typer.Option(help="Highest learning rate.")]
+BatchSize = Annotated[int | None, typer.Option(help="Conversations in each step.")]
+Tracker = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Metrics also go to wandb or tensorboard.")
+]
 Overwrite = Annotated[
     bool | None, typer.Option("--overwrite", help="Replace what other settings made there.")
 ]
@@ -90,7 +96,7 @@ def prepare(
     temperature: Temperatures = None,
     max_new_tokens: MaxNewTokens = None,
     heldout: Annotated[
-        float | None, typer.Option(help="Share of prompts kept for eval-alpha, below 1.")
+        float | None, typer.Option(help="Share of prompts kept for eval-alpha, up to 1.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Use only so many conversations.")] = None,
     on_bad_row: OnBadRow = None,
@@ -126,13 +132,13 @@ def train_eagle(
     target: Target = None,
     store: Store = None,
     out: Out = None,
-    version: Annotated[int | None, typer.Option(help="Which EAGLE to train; 3 by default.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Conversations in each step.")] = None,
-    tracker: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Metrics also go to wandb or tensorboard.")
+    version: Annotated[
+        str | None, typer.Option(metavar="1|2|3", help="Which EAGLE to train; 3 by default.")
     ] = None,
+    steps: Steps = None,
+    lr: Rate = None,
+    batch_size: BatchSize = None,
+    tracker: Tracker = None,
     overwrite: Overwrite = None,
     seed: Seed = None,
     config: ConfigFile = None,
@@ -147,19 +153,157 @@ def train_eagle(
       accelerate launch --num_processes 2 --cpu -m spectrain \\
           train-eagle --store runs/store --out runs/train
     """
-    flags = {
-        "target": target,
-        "store": store,
-        "out": out,
-        "version": version,
-        "steps": steps,
-        "lr": lr,
-        "batch_size": batch_size,
-        "tracker": tracker,
-        "overwrite": overwrite,
-        "seed": seed,
-    }
-    _run("train", "train", "TrainConfig", config, set_, flags, json)
+    _train(
+        {name[5:]: {"family": name} for name in ("eagle1", "eagle2", "eagle3")},
+        ("version", version, "3"),
+        config,
+        set_,
+        json,
+        target=target,
+        store=store,
+        out=out,
+        steps=steps,
+        lr=lr,
+        batch_size=batch_size,
+        tracker=tracker,
+        overwrite=overwrite,
+        seed=seed,
+    )
+
+
+@app.command()
+def train_medusa(
+    target: Target = None,
+    store: Store = None,
+    out: Out = None,
+    stage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="1|2", help="1: heads alone (default); 2: the target is tuned along (LoRA)."
+        ),
+    ] = None,
+    steps: Steps = None,
+    lr: Rate = None,
+    batch_size: BatchSize = None,
+    tracker: Tracker = None,
+    overwrite: Overwrite = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Train Medusa heads, alone or together with the target.
+
+    \b
+    Examples:
+      spectrain train-medusa --store runs/store --out runs/medusa
+      spectrain train-medusa --stage 2 --store runs/store --out runs/medusa2 \\
+          --set trunk.mode=full
+    """
+    _train(
+        {
+            "1": {"family": "medusa", "trunk.mode": "frozen"},
+            "2": {"family": "medusa", "trunk.mode": "lora"},
+        },
+        ("stage", stage, "1"),
+        config,
+        set_,
+        json,
+        target=target,
+        store=store,
+        out=out,
+        steps=steps,
+        lr=lr,
+        batch_size=batch_size,
+        tracker=tracker,
+        overwrite=overwrite,
+        seed=seed,
+    )
+
+
+@app.command()
+def train_mtp(
+    target: Target = None,
+    store: Store = None,
+    out: Out = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(metavar="parallel|sequential", help="How its modules are joined."),
+    ] = None,
+    steps: Steps = None,
+    lr: Rate = None,
+    batch_size: BatchSize = None,
+    tracker: Tracker = None,
+    overwrite: Overwrite = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Train multi-token-prediction modules: parallel (Meta) or sequential (DeepSeek-V3).
+
+    \b
+    Examples:
+      spectrain train-mtp --kind sequential --store runs/store --out runs/mtp
+      spectrain train-mtp --kind parallel --store runs/store --out runs/mtp
+    """
+    _train(
+        {kind: {"family": f"mtp-{kind}"} for kind in ("parallel", "sequential")},
+        ("kind", kind, "sequential"),
+        config,
+        set_,
+        json,
+        target=target,
+        store=store,
+        out=out,
+        steps=steps,
+        lr=lr,
+        batch_size=batch_size,
+        tracker=tracker,
+        overwrite=overwrite,
+        seed=seed,
+    )
+
+
+@app.command()
+def train_draft(
+    target: Target = None,
+    store: Store = None,
+    out: Out = None,
+    steps: Steps = None,
+    lr: Rate = None,
+    batch_size: BatchSize = None,
+    tracker: Tracker = None,
+    overwrite: Overwrite = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Distil a small draft model (a causal LM with the target's tokenizer).
+
+    \b
+    Examples:
+      spectrain train-draft --store runs/store --out runs/draft --set head.layers=4
+      spectrain train-draft --store runs/store --out runs/draft \\
+          --set head.model=my-small-model
+    """
+    _train(
+        {"": {"family": "draft"}},
+        ("", None, ""),
+        config,
+        set_,
+        json,
+        target=target,
+        store=store,
+        out=out,
+        steps=steps,
+        lr=lr,
+        batch_size=batch_size,
+        tracker=tracker,
+        overwrite=overwrite,
+        seed=seed,
+    )
 
 
 @app.command()
@@ -269,6 +413,45 @@ def targets(
         if fetch is not None:
             models.fetch(fetch)
         _finish({"targets": models.list_targets()}, json)
+
+
+def _train(
+    kinds: dict[str, dict[str, str]],
+    choice: tuple[str, str | None, str],
+    file: str | None,
+    overrides: list[str] | None,
+    json: str | None,
+    **flags: Any,
+) -> None:
+    """Run one of the train commands.
+
+    kinds: what each value of the command's own flag sets; choice: the flag, its value, its default.
+    Where the flag is not given, a family named in the configuration decides.
+    """
+    with one_line_errors():
+        from spectrain.core.config import load_config
+        from spectrain.core.errors import SpectrainError
+        from spectrain.recipes.train import TrainConfig
+
+        flag, value, default = choice
+        if value is not None and value not in kinds:
+            raise SpectrainError(
+                f"{value!r} is not a choice", where=f"--{flag}", fix=f"one of {', '.join(kinds)}"
+            )
+        found = load_config(TrainConfig, "train", file, overrides or [], flags)
+        named = found.family if "family" in found.model_fields_set else None
+        families = [kind["family"] for kind in kinds.values()]
+        wanted = families if value is None else [kinds[value]["family"]]
+        if named is not None and named not in wanted:
+            raise SpectrainError(
+                f"the configuration is for the family {named!r}, this command trains "
+                f"{' or '.join(dict.fromkeys(wanted))}",
+                where="family",
+                fix="use that family's command or another --config",
+            )
+        if value is not None or named is None:
+            flags |= kinds[value or default]
+    _run("train", "train", "TrainConfig", file, overrides, flags, json)
 
 
 def _run(

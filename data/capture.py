@@ -50,8 +50,11 @@ def capture(
     aux_layers: tuple[int, ...],
     dtype: torch.dtype,
     batch_tokens: int,
+    last_everywhere: bool = False,
 ) -> Iterator[tuple[int, Captured]]:
     """Yield (place in `rows`, states in `dtype` on the CPU) batch by batch, shortest rows first.
+
+    last_everywhere: keep the last state at every position, not on predicting rows alone.
 
     A row for which the target returned too few states, or states that are not finite in `dtype`,
     comes back with the reason. The result depends on `rows` and `batch_tokens` alone.
@@ -62,9 +65,9 @@ def capture(
         features = target.forward(tokens.to(target.device), aux_layers=aux_layers)
         read = features.last.shape[1]
         where = predicting(reply)[:, :read]
-        last = features.last[where.to(target.device)]
-        argmax, logprob, lognorm = _teacher(target, last)
-        last = last.to(dtype).cpu()
+        predicted = features.last[where.to(target.device)]
+        argmax, logprob, lognorm = _teacher(target, predicted)
+        last = (features.last if last_everywhere else predicted).to(dtype).cpu()
         aux = None if features.aux is None else features.aux.to(dtype).cpu()
         ends = where.sum(1).cumsum(0).tolist()
         for number, place in enumerate(places):
@@ -72,7 +75,7 @@ def capture(
             part = slice(ends[number - 1] if number else 0, ends[number])
             states = States(
                 aux=None if aux is None else aux[number, : len(row.tokens)],
-                last=last[part],
+                last=last[number, : len(row.tokens)] if last_everywhere else last[part],
                 argmax=argmax[part],
                 logprob=logprob[part],
                 lognorm=lognorm[part],
@@ -116,7 +119,7 @@ def _teacher(target: Target, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fault(states: States, length: int, read: int) -> str | None:
-    if read < length or (states.aux is not None and len(states.aux) < length):
+    if read < length:
         return "fewer-states-than-tokens"
     parts = [states.last, states.lognorm] + ([] if states.aux is None else [states.aux])
     if not all(bool(torch.isfinite(part).all()) for part in parts):

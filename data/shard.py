@@ -9,7 +9,8 @@ tokens     int32 [N]    the rows, one after the other, never padded
 reply      int16 [N]    n ≥ 1 inside the n-th assistant reply of its row, 0 elsewhere
 offsets    int64 [R+1]  row r is tokens[offsets[r]:offsets[r+1]]
 aux        [N, A]       auxiliary states low→mid→high, in the store's dtype; absent when none asked
-last       [P, H]       the last state after the final norm, in the store's dtype
+last       [P, H]       the last state after the final norm, in the store's dtype; [N, H] when it
+                        is kept everywhere
 predicting int64 [R+1]  row r owns last[predicting[r]:predicting[r+1]], in order of position
 argmax     int32 [P]    the target's own choice for the next token, over the whole vocabulary
 logprob    float32 [P]  log-probability of that choice
@@ -92,8 +93,9 @@ class RowInfo:
 
 @dataclass(frozen=True)
 class States:
-    """What the target says about one row: aux [T, A] or None; the others on predicting rows only:
-    last [p, H], argmax int32 [p], logprob float32 [p], lognorm float32 [p]."""
+    """What the target says about one row: aux [T, A] or None; last [p, H] on predicting rows, or
+    [T, H] everywhere; on predicting rows argmax int32 [p], logprob float32 [p], lognorm float32
+    [p]."""
 
     aux: Tensor | None
     last: Tensor
@@ -106,13 +108,14 @@ def lay_out(rows: list[tuple[Row, States]], dtype: torch.dtype) -> dict[str, Ten
     """The tensors of a shard, in the order of `rows` (one or more); features in `dtype`."""
     for row, states in rows:
         expected = int(predicting(row.reply).sum())
-        assert len(states.last) == len(states.argmax) == expected, "one state per predicting row"
+        assert len(states.argmax) == expected, "one choice per predicting row"
+        assert len(states.last) in (expected, len(row.tokens)), "one state per row that is kept"
         assert states.aux is None or len(states.aux) == len(row.tokens), "one aux state per token"
     tensors = {
         "tokens": torch.cat([row.tokens for row, _ in rows]).to(torch.int32),
         "reply": torch.cat([row.reply for row, _ in rows]).to(torch.int16),
         "offsets": _offsets([len(row.tokens) for row, _ in rows]),
-        "predicting": _offsets([len(states.last) for _, states in rows]),
+        "predicting": _offsets([len(states.argmax) for _, states in rows]),
         "last": torch.cat([states.last for _, states in rows]).to(dtype),
         "argmax": torch.cat([states.argmax for _, states in rows]).to(torch.int32),
         "logprob": torch.cat([states.logprob for _, states in rows]).float(),
@@ -123,14 +126,17 @@ def lay_out(rows: list[tuple[Row, States]], dtype: torch.dtype) -> dict[str, Ten
     return tensors
 
 
-def bytes_needed(rows: list[Row], hidden: int, aux_width: int, dtype: torch.dtype) -> int:
+def bytes_needed(
+    rows: list[Row], hidden: int, aux_width: int, dtype: torch.dtype, last_everywhere: bool = False
+) -> int:
     """Bytes on disk that these rows will take, headers and facts estimated generously."""
     tokens = sum(len(row.tokens) for row in rows)
     supervised = sum(row.supervised for row in rows)
     size = dtype.itemsize
     return (
         tokens * (aux_width * size + 4 + 2)
-        + supervised * (hidden * size + 12)
+        + (tokens if last_everywhere else supervised) * hidden * size
+        + supervised * 12
         + len(rows) * 300
         + 4096
     )

@@ -98,8 +98,14 @@ class FeatureStore:
                 fix="give the target it was prepared with, or prepare another --store",
             )
 
-    def require_layers(self, aux_layers: tuple[int, ...]) -> None:
-        """Raise SpectrainError unless the store holds these layers' outputs (none: always)."""
+    @property
+    def last_everywhere(self) -> bool:
+        """Whether the last state is kept at every position, not before reply tokens alone."""
+        return self.manifest["settings"].get("last_states") == "everywhere"
+
+    def require_features(self, aux_layers: tuple[int, ...], last_everywhere: bool) -> None:
+        """Raise SpectrainError unless the store holds what a head reads: the outputs of these
+        layers (none: always), and the last state at every position if asked for."""
         held = list(self.manifest["settings"].get("aux_layers") or ())
         if aux_layers and list(aux_layers) != held:
             raise SpectrainError(
@@ -107,9 +113,17 @@ class FeatureStore:
                 where=str(self.path),
                 fix="prepare a store with the head's layers, or choose the head's to match",
             )
+        if last_everywhere and not self.last_everywhere:
+            raise SpectrainError(
+                "the store holds the last state before reply tokens only, the head reads it "
+                "at every position",
+                where=str(self.path),
+                fix="prepare a store with --set last_states=everywhere",
+            )
 
-    def batch(self, rows: list[RowInfo]) -> Batch:
-        """Rows padded on the right to the longest; features in the store's dtype."""
+    def batch(self, rows: list[RowInfo], with_aux: bool = True) -> Batch:
+        """Rows padded on the right to the longest; features in the store's dtype. Without
+        `with_aux` the auxiliary states, most of the bytes, are not touched."""
         assert rows, "a batch needs rows"
         size, longest = len(rows), max(row.length for row in rows)
         tokens = torch.zeros(size, longest, dtype=torch.int64)
@@ -124,11 +138,15 @@ class FeatureStore:
             reply[place, :length] = shard["reply"][start:stop]
             where = predicting(reply[place])
             argmax[place, where] = shard["argmax"][first:end].long()
-            kept = shard["last"][first:end]
+            everywhere = self.last_everywhere
+            kept = shard["last"][start:stop] if everywhere else shard["last"][first:end]
             if last is None:
                 last = kept.new_zeros(size, longest, kept.shape[-1])
-            last[place, where] = kept
-            if "aux" in shard:
+            if everywhere:
+                last[place, :length] = kept
+            else:
+                last[place, where] = kept
+            if with_aux and "aux" in shard:
                 if aux is None:
                     aux = shard["aux"].new_zeros(size, longest, shard["aux"].shape[-1])
                 aux[place, :length] = shard["aux"][start:stop]

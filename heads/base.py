@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from spectrain.core.batch import Batch, Features
 from spectrain.core.errors import SpectrainError
 from spectrain.core.readout import Readout
+from spectrain.heads import vocab
 
 
 class TargetFacts(BaseModel):
@@ -36,6 +37,12 @@ class TargetFacts(BaseModel):
     hidden_size: int
     num_layers: int
     vocab_size: int
+
+    @classmethod
+    def of(cls, target: Any) -> TargetFacts:
+        """The facts of a core.target.Target."""
+        names = ("name", "fingerprint", "hidden_size", "num_layers", "vocab_size")
+        return cls(**{name: getattr(target, name) for name in names})
 
 
 class HeadConfig(BaseModel):
@@ -104,6 +111,12 @@ class DraftHead(nn.Module, ABC):
         super().__init__()
         self.config = config
         self._shared: list[Readout] = []  # a list, so that the target never becomes our submodule
+        self.reduced = config.draft_vocab_size < config.vocab_size
+        if self.reduced:
+            first = torch.arange(config.draft_vocab_size)
+            d2t, t2d = vocab.maps(first, config.vocab_size)
+            self.register_buffer("d2t", d2t)
+            self.register_buffer("t2d", t2d)
 
     # ── making one ───────────────────────────────────────────────────────────
 
@@ -126,6 +139,18 @@ class DraftHead(nn.Module, ABC):
             )
         self._shared[:] = [readout]
         return self
+
+    def check_target(self, target: Any, where: str) -> None:
+        """Refuse a target (core.target.Target) that this head cannot draft for; `where` names the
+        head's folder in the message."""
+        facts = self.config.target
+        if facts.fingerprint != target.fingerprint:
+            raise SpectrainError(
+                f"the head was trained for {facts.name} ({facts.fingerprint}), "
+                f"this target is {target.name} ({target.fingerprint})",
+                where=where,
+                fix=f"use --target {facts.name} or a head of this target",
+            )
 
     @property
     def readout(self) -> Readout:
@@ -204,13 +229,34 @@ class DraftHead(nn.Module, ABC):
 
     # ── vocabulary ───────────────────────────────────────────────────────────
 
-    @abstractmethod
+    def use_vocabulary(self, ids: Tensor) -> None:
+        """Let the head guess the target tokens `ids` [D], ascending (a new head's map)."""
+        if self.reduced:
+            self.d2t, self.t2d = vocab.maps(ids, self.config.vocab_size)
+
     def to_target(self, ids: Tensor) -> Tensor:
         """Draft ids → target ids, any shape."""
+        return ids + self.d2t[ids] if self.reduced else ids
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """Target ids of the draft vocabulary, ascending: [D]."""
+        device = self.d2t.device if self.reduced else self.readout.weight.device
+        return self.to_target(torch.arange(self.config.draft_vocab_size, device=device))
+
+    def guessable(self, ids: Tensor) -> Tensor:
+        """Whether target ids [...] are in the draft vocabulary; −1 is not."""
+        known = (ids >= 0) & (ids < self.config.vocab_size)
+        return known & self.t2d[ids.clamp(min=0)] if self.reduced else known
+
+    def to_draft(self, ids: Tensor) -> Tensor:
+        """Target ids [...] → draft ids; only for those that are `guessable`."""
+        return torch.searchsorted(self.draft_ids, ids) if self.reduced else ids
 
     def check_vocabulary(self, where: str) -> None:
         """Called after loading: raise SpectrainError if the vocabulary map cannot be right."""
-        return
+        if self.reduced:
+            vocab.check_maps(self.d2t, self.t2d, where)
 
     def spread(self, probabilities: Tensor) -> Tensor:
         """Probabilities over the draft vocabulary [..., D] → over the target's [..., V]."""

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from spectrain.core.attention import grouped_attention
 from spectrain.core.batch import Batch, Features, counted
 from spectrain.core.cache import KVCache, visible_slots
-from spectrain.core.fast_linear import Linear, fast_linear
-from spectrain.heads import eagle3_init, vocab
+from spectrain.core.fast_linear import Linear
+from spectrain.heads import eagle3_init, scoring, vocab
 from spectrain.heads.base import DraftHead, HeadConfig, Needs, Objective, TargetFacts, Unrolled
 from spectrain.heads.layers import MLP, RMSNorm, Rotary, rotate
 from spectrain.heads.losses import soft_cross_entropy_rows
@@ -32,7 +32,6 @@ from spectrain.heads.ttt_attention import Anchors, ttt_attention
 
 # The layer feeds itself, so it can draft further than it was trained; guesses get worse and worse.
 LONGEST_DRAFT = 16
-DRAFT_VOCAB = 32000
 
 
 class Eagle3Options(BaseModel):
@@ -146,28 +145,20 @@ class Eagle3Head(DraftHead):
             config.head_dim, config.max_position_embeddings, config.rope_parameters
         )
         self.scale = config.head_dim**-0.5
-        self.reduced = config.draft_vocab_size < config.vocab_size
-        if self.reduced:
-            first = torch.arange(config.draft_vocab_size)
-            d2t, t2d = vocab.maps(first, config.vocab_size)
-            self.register_buffer("d2t", d2t)
-            self.register_buffer("t2d", t2d)
 
     # ── making one ───────────────────────────────────────────────────────────
 
     @classmethod
     def create(cls, options: Eagle3Options, target: Any, token_counts: Tensor) -> Eagle3Head:
         model, readout = target.config, target.readout
-        size = options.draft_vocab_size or min(DRAFT_VOCAB, readout.usable)
-        always = [*target.tokenizer.all_special_ids, *target.stop_ids]
-        ids = vocab.choose_tokens(token_counts, size, always, readout.usable)
+        ids = vocab.choose(options.draft_vocab_size, target, token_counts)
         heads = model.num_attention_heads
         config = Eagle3Config(
             steps=options.steps,
             step_decay=options.step_decay,
             train_lm_head=options.train_lm_head,
             vocab_size=readout.vocab_size,
-            draft_vocab_size=size,
+            draft_vocab_size=len(ids),
             hidden_size=target.hidden_size,
             intermediate_size=model.intermediate_size,
             num_attention_heads=heads,
@@ -177,17 +168,10 @@ class Eagle3Head(DraftHead):
             rope_parameters=eagle3_init.rope_parameters(model),
             max_position_embeddings=model.max_position_embeddings,
             aux_layers=eagle3_init.aux_layers(options.aux_layers, target),
-            target=TargetFacts(
-                name=target.name,
-                fingerprint=target.fingerprint,
-                hidden_size=target.hidden_size,
-                num_layers=target.num_layers,
-                vocab_size=target.vocab_size,
-            ),
+            target=TargetFacts.of(target),
         )
         head = cls(config)
-        if head.reduced:
-            head.d2t, head.t2d = vocab.maps(ids, config.vocab_size)
+        head.use_vocabulary(ids)
         eagle3_init.initialise(head, target, ids, from_layer=options.init == "target")
         return head.to(target.device).bind(readout)
 
@@ -233,60 +217,17 @@ class Eagle3Head(DraftHead):
     def logits(self, hidden: Tensor, step: int) -> Tensor:
         return self.lm_head(self.norm(hidden))
 
-    def guessable(self, ids: Tensor) -> Tensor:
-        """Whether target ids [...] are in the draft vocabulary; −1 is not."""
-        known = (ids >= 0) & (ids < self.config.vocab_size)
-        return known & self.t2d[ids.clamp(min=0)] if self.reduced else known
-
     def counts(self, batch: Batch) -> Tensor:
-        guessable = self.guessable(batch.argmax)
-        result = []
-        for step in range(self.config.steps):
-            live = counted(batch.reply, step)[:, : -1 - step]
-            result.append((live & guessable[:, 1 + step :]).sum())
-        return torch.stack(result)
+        return scoring.taught_counts(self, batch, self.config.steps)
 
     def objective(self, batch: Batch) -> Objective:
-        steps = self.config.steps
-        teacher, lookup = self._teacher(batch)
-        argmax = batch.argmax.flatten()
-        guessable = self.guessable(argmax)
-        loss, count, hits, seen = [], [], [], []
-        for unrolled in self.unroll(batch, steps):
-            anchors, step = unrolled.anchors, unrolled.step
-            live = counted(batch.reply, step).flatten()[anchors]
-            # Where the anchor does not count the row may lie outside; any valid index will do.
-            rows = (anchors + 1 + step).clamp(max=batch.tokens.numel() - 1)
-            taught = live & guessable[rows]
-            logits = self.logits(unrolled.hidden, step)
-            row_loss = soft_cross_entropy_rows(logits, teacher[lookup[rows]])
-            loss.append((row_loss * taught).sum())
-            count.append(taught.sum())
-            choice = self.to_target(logits.detach().argmax(-1))
-            hits.append((live & (choice == argmax[rows])).sum())
-            seen.append(live.sum())
-        return Objective(*(torch.stack(part) for part in (loss, count, hits, seen)))
-
-    @torch.no_grad()
-    def _teacher(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Target distributions over the draft vocabulary, once per position for all steps.
-
-        Returns probabilities [U + 1, D], renormalised over D, and lookup [B·T] → row. The last row
-        of zeros stands for positions without a teacher.
-        """
-        reply = batch.reply
-        inside = torch.zeros_like(reply, dtype=torch.bool)
-        inside[:, :-1] = (reply[:, :-1] > 0) & (reply[:, 1:] == reply[:, :-1])
-        rows = inside.flatten().nonzero().squeeze(1)
-        ids = self.to_target(torch.arange(self.config.draft_vocab_size, device=rows.device))
-        weight, bias = self.readout.rows(ids)
-        last = batch.last.flatten(0, 1)[rows].to(weight.dtype)
-        logits = self.readout.cap(fast_linear(last, weight, bias))
-        teacher = logits.float().softmax(-1)
-        teacher = torch.cat([teacher, teacher.new_zeros(1, teacher.shape[1])])
-        lookup = rows.new_full((reply.numel(),), len(rows))
-        lookup[rows] = torch.arange(len(rows), device=rows.device)
-        return teacher, lookup
+        teacher = scoring.Teacher.of(self, batch)
+        parts = scoring.Sums(self, batch)
+        for unrolled in self.unroll(batch, self.config.steps):
+            logits = self.logits(unrolled.hidden, unrolled.step)
+            step = parts.step(unrolled)
+            parts.add(step, soft_cross_entropy_rows(logits, teacher.at(step.rows)), logits)
+        return parts.objective()
 
     def weights(self, progress: float) -> list[float]:
         return [self.config.step_decay**k for k in range(self.config.steps)]
@@ -348,15 +289,6 @@ class Eagle3Head(DraftHead):
         keys, values = (t.transpose(1, 2) for t in state.cache.read(0, state.view))
         out = grouped_attention(query.transpose(1, 2), keys, values, visible, self.scale)
         return self.midlayer.finish(residual, out.transpose(1, 2).flatten(2))
-
-    # ── vocabulary ───────────────────────────────────────────────────────────
-
-    def to_target(self, ids: Tensor) -> Tensor:
-        return ids + self.d2t[ids] if self.reduced else ids
-
-    def check_vocabulary(self, where: str) -> None:
-        if self.reduced:
-            vocab.check_maps(self.d2t, self.t2d, where)
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:

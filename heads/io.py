@@ -53,7 +53,7 @@ def find_head(folder: Path) -> Path:
 def load_head(folder: Path, *, device: torch.device | str = "cpu") -> DraftHead:
     """Load a head. A missing, extra or misshapen tensor is an error that names it.
 
-    The result still has to be bound to its target: `check_target`, `bind`.
+    The result still has to be bound to its target: `head.check_target`, `head.bind`.
     """
     folder = find_head(folder)
     path = folder / "config.json"
@@ -96,15 +96,3 @@ def load_weights(head: DraftHead, path: Path) -> None:
         raise SpectrainError("; ".join(sorted(problems)), where=str(path))
     head.load_state_dict(tensors, strict=True)
     head.check_vocabulary(str(path))
-
-
-def check_target(head: DraftHead, target: Any, where: str) -> None:
-    """Refuse a head that was trained for another target."""
-    facts = head.config.target
-    if facts.fingerprint != target.fingerprint:
-        raise SpectrainError(
-            f"the head was trained for {facts.name} ({facts.fingerprint}), "
-            f"this target is {target.name} ({target.fingerprint})",
-            where=where,
-            fix=f"use --target {facts.name} or a head of this target",
-        )

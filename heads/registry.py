@@ -8,7 +8,9 @@ from importlib import import_module
 from spectrain.core.errors import SpectrainError
 from spectrain.heads.base import DraftHead
 
-FAMILIES = {"eagle3": "spectrain.heads.eagle3:Eagle3Head"}
+FAMILIES = {
+    "eagle3": "spectrain.heads.eagle3:Eagle3Head",
+}
 
 
 def family(name: str) -> type[DraftHead]:

@@ -6,10 +6,23 @@ The map belongs to the head: it is saved with it and kept on warm start and resu
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from spectrain.core.errors import SpectrainError
+
+DEFAULT_SIZE = 32000
+
+
+def choose(size: int | None, target: Any, counts: Tensor) -> Tensor:
+    """Ids [D] of the draft vocabulary for a core.target.Target: the `size` most frequent tokens,
+    special and stop tokens among them; None: 32000, or all there are."""
+    readout = target.readout
+    always = [*target.tokenizer.all_special_ids, *target.stop_ids]
+    size = size or min(DEFAULT_SIZE, readout.usable)
+    return choose_tokens(counts, size, always, readout.usable)
 
 
 def choose_tokens(counts: Tensor, size: int, always: list[int], usable: int) -> Tensor:

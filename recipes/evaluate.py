@@ -22,7 +22,7 @@ from spectrain.evaluation.plot import draw
 from spectrain.evaluation.report import render
 from spectrain.evaluation.summary import DEFINITIONS, Conversation, by_domain, summarise
 from spectrain.heads.base import DraftHead
-from spectrain.heads.io import check_target, load_head
+from spectrain.heads.io import load_head
 
 PLOT = "alpha.png"
 _BATCH_TOKENS = 2048  # padded tokens of a batch, unless one row alone is longer
@@ -66,8 +66,8 @@ def run(config: EvalConfig) -> dict[str, Any]:
     rows = store.rows(config.split)
     target = Target.load(config.target, dtype=config.dtype)
     store.require_target(target.fingerprint)
-    check_target(head, target, str(config.head))
-    store.require_layers(head.needs.aux_layers)
+    head.check_target(target, str(config.head))
+    store.require_features(head.needs.aux_layers, head.needs.last_everywhere)
     head.bind(target.readout).to(target.device, target.dtype)
 
     steps = config.max_draft or head.config.steps
@@ -133,7 +133,9 @@ def _measure(
         for temperatures in sorted(set(wanted.values())):
             group = [by_index[index] for index, ts in wanted.items() if ts == temperatures]
             for part in _by_length(group, budget):
-                batch = store.batch(part).to(target.device, target.dtype)
+                batch = store.batch(part, bool(head.needs.aux_layers)).to(
+                    target.device, target.dtype
+                )
                 results = acceptance(target, head, batch, steps, temperatures)
                 for temperature, replies in zip(temperatures, results, strict=True):
                     for row, own in zip(part, replies, strict=True):

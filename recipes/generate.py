@@ -27,7 +27,7 @@ from spectrain.evaluation.race import of_generator, race, speedup, stock, summar
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Clock, Generator
 from spectrain.heads.base import DraftHead
-from spectrain.heads.io import check_target, load_head
+from spectrain.heads.io import load_head
 
 REPLIES = "replies.jsonl"
 DEFINITIONS = {
@@ -88,7 +88,7 @@ def run(config: GenerateConfig) -> dict[str, Any]:
         methods[name] = of_generator(generator, config.max_new_tokens, sampling, clocks[name])
 
     if head is not None:
-        check_target(head, target, str(config.head))
+        head.check_target(target, str(config.head))
         head.bind(target.readout).to(target.device, target.dtype)
         pack(head)
         add(head.family, head, config.draft_tokens)

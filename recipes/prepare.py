@@ -50,7 +50,7 @@ class PrepareConfig(Config):
     )
     max_length: int = Field(2048, ge=2, description="tokens at which a row is cut")
     heldout: float = Field(
-        0.1, ge=0, lt=1, description="fraction of the prompts kept for evaluation"
+        0.1, ge=0, le=1, description="fraction of the prompts kept for evaluation; 1: all"
     )
     regenerate: bool | Literal["auto"] = Field(
         "auto",
@@ -75,6 +75,11 @@ class PrepareConfig(Config):
     )
     aux_layers: tuple[int, ...] | None = Field(
         None, description="layers whose outputs are kept, from 0; default: the target's three"
+    )
+    last_states: Literal["everywhere", "replies"] = Field(
+        "everywhere",
+        description="where the last state is kept: everywhere serves every family, replies is "
+        "enough for EAGLE-3 and Medusa and takes less disk",
     )
     shard_tokens: int = Field(16384, ge=1, description="tokens of a shard; the unit of a rerun")
     batch_tokens: int = Field(4096, ge=1, description="padded tokens that the target reads at once")
@@ -202,7 +207,8 @@ def _capture(
         return facts, 0
     waiting = [row for number in todo for row in shards[number]]
     width = len(layers) * target.hidden_size
-    size = bytes_needed(waiting, target.hidden_size, width, DTYPES[config.dtype])
+    everywhere = config.last_states == "everywhere"
+    size = bytes_needed(waiting, target.hidden_size, width, DTYPES[config.dtype], everywhere)
     writer.require_space(size)
     check_logits(target, waiting[0])
     tokens = sum(len(row.tokens) for row in waiting)
@@ -210,7 +216,9 @@ def _capture(
         for number in todo:
             shard = shards[number]
             states, dropped = {}, Counter()
-            for place, found in capture(target, shard, layers, writer.dtype, config.batch_tokens):
+            for place, found in capture(
+                target, shard, layers, writer.dtype, config.batch_tokens, everywhere
+            ):
                 if found.states is None:
                     dropped[found.reason] += 1
                 else:
@@ -245,7 +253,8 @@ def _settings(
         "source": source_hash(conversations),
         "aux_layers": list(layers),
     }
-    plain = ("max_length", "heldout", "dtype", "length_stopped", "shard_tokens", "batch_tokens")
+    plain = ("max_length", "heldout", "dtype", "last_states", "length_stopped", "shard_tokens")
+    plain += ("batch_tokens",)
     asked = (
         "temperature",
         "heldout_temperatures",

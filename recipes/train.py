@@ -28,7 +28,7 @@ from spectrain.core.target import Target
 from spectrain.data.shard import RowInfo
 from spectrain.data.store import FeatureStore
 from spectrain.heads.base import DraftHead
-from spectrain.heads.io import WEIGHTS, check_target, find_head, load_head, save_head
+from spectrain.heads.io import WEIGHTS, find_head, load_head, save_head
 from spectrain.heads.registry import family
 from spectrain.trainer.changes import digests, require_changes
 from spectrain.trainer.checkpoint import FOLDER, require_same
@@ -49,8 +49,7 @@ class TrainConfig(TrainerSettings):
     target: str = Field("smollm2-135m", description="target: embedded name, folder or hub id")
     store: Path = Field(Path("runs/store"), description="feature store that `prepare` wrote")
     out: Path = Field(Path("runs/train"), description="folder of the run; the head is out/head")
-    family: str | None = Field(None, description="head family by its full name; or give version")
-    version: int = Field(3, ge=1, description="which EAGLE, when no family is given")
+    family: str = Field("eagle3", description="head family, e.g. eagle3 or medusa")
     head: dict[str, Any] = Field({}, description="options of the family, e.g. head.steps")
     init: Path | None = Field(
         None,
@@ -61,16 +60,12 @@ class TrainConfig(TrainerSettings):
     )
     overwrite: bool = Field(False, description="throw away an earlier run in the same folder")
 
-    @property
-    def family_name(self) -> str:
-        return self.family or f"eagle{self.version}"
-
 
 # Paths may differ between two parts of a run: what they lead to is compared by fingerprint. The
 # others are compared by what follows from them.
 _NOT_COMPARED = FREE_TO_CHANGE | {
     *("target", "store", "out", "init", "extend", "overwrite", "epochs", "steps"),
-    *("family", "version", "head"),
+    *("family", "head"),
 }
 
 
@@ -80,7 +75,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     Raises SpectrainError for input that cannot be used or another run in the same folder,
     RunFailed when training cannot go on; KeyboardInterrupt after Ctrl-C with a checkpoint written.
     """
-    kind = family(config.family_name)
+    kind = family(config.family)
     options = _options(kind.Options, config)
     start_all()
     accelerator = make_accelerator(config, config.out)
@@ -110,7 +105,9 @@ def run(config: TrainConfig) -> dict[str, Any]:
         data = Data(
             lengths=[row.length for row in rows],
             supervised=[row.supervised for row in rows],
-            load=lambda places: store.batch([rows[place] for place in places]),
+            load=lambda places: store.batch(
+                [rows[place] for place in places], bool(head.needs.aux_layers)
+            ),
         )
         state = train(head, data, settings, accelerator, config.out, identity, config.extend)
         require_changes(head, before, str(config.out))
@@ -151,7 +148,7 @@ def _options(kind: type[BaseModel], config: TrainConfig) -> BaseModel:
                 )
             else:
                 problems.append(f"head.{key}: {item['input']!r} refused, {item['msg']}")
-        raise SpectrainError("; ".join(problems), where=f"{config.family_name} options") from None
+        raise SpectrainError("; ".join(problems), where=f"{config.family} options") from None
 
 
 def _require_anchors(store: FeatureStore, rows: list[RowInfo]) -> None:
@@ -172,7 +169,7 @@ def _identity(settings: TrainConfig, options: BaseModel, store: FeatureStore) ->
             "no head to start from", where=str(settings.init), fix="give the folder of a head"
         )
     return {
-        "family": settings.family_name,
+        "family": settings.family,
         "store": store.manifest["fingerprint"],
         "init": sha256_file(init)[:16] if init else None,
         "steps": settings.steps,
@@ -220,13 +217,13 @@ def _head(
         head = load_head(settings.init, device=target.device)
         if not isinstance(head, kind):
             raise SpectrainError(
-                f"the head is of family {head.family}, not {settings.family_name}",
+                f"the head is of family {head.family}, not {settings.family}",
                 where=str(settings.init),
                 fix="give the family or version of that head",
             )
-        check_target(head, target, str(settings.init))
+        head.check_target(target, str(settings.init))
         head.bind(target.readout)
-    store.require_layers(head.needs.aux_layers)
+    store.require_features(head.needs.aux_layers, head.needs.last_everywhere)
     del target
     gc.collect()
     return head.float()
@@ -264,7 +261,7 @@ def _report(
     seen = [sum(column) for column in zip(*(r["seen"] for r in last if r["seen"]), strict=True)]
     return {
         "target": settings.target,
-        "family": settings.family_name,
+        "family": settings.family,
         "head": str(settings.out / HEAD),
         "store": store.manifest["fingerprint"],
         "steps": state.step,

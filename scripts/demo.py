@@ -55,7 +55,7 @@ class Story:
         store, head = ["--store", str(self.store)], ["--head", str(self.head)]
         own = {
             "prepare": store,
-            "train-eagle": ["--version", "3", *store, "--out", str(self.train)],
+            "train-eagle": [*store, "--out", str(self.train)],
             "eval-alpha": [*store, *head, "--out", str(self.out)],
             "generate": [*head, "--prompts", str(self.heldout), "--out", str(self.out)],
         }[stage]

@@ -23,10 +23,14 @@ from spectrain.core.failures import one_line_errors
 RECIPES = {
     "prepare": ("prepare", "PrepareConfig"),
     "train-eagle": ("train", "TrainConfig"),
+    "train-medusa": ("train", "TrainConfig"),
+    "train-mtp": ("train", "TrainConfig"),
+    "train-draft": ("train", "TrainConfig"),
     "eval-alpha": ("evaluate", "EvalConfig"),
     "generate": ("generate", "GenerateConfig"),
 }
-NOT_SETTINGS = {"config", "set_", "json"}
+# "version", "stage" and "kind" choose the family (cli._train)
+NOT_SETTINGS = {"config", "set_", "json", "version", "stage", "kind"}
 
 
 class Fake(Config):

@@ -12,6 +12,16 @@ from spectrain.core.config import Config
 DEFAULT_EPOCHS = 4.0
 
 
+class TrunkSettings(Config):
+    """Whether and how the target itself is trained along with the head."""
+
+    mode: Literal["frozen", "lora", "full", "scratch"] = Field(
+        "frozen",
+        description="frozen: the head alone; lora or full: the target is tuned along; scratch: a "
+        "new model of the target's shape",
+    )
+
+
 class TrainerSettings(Config):
     """Settings of the loop; recipes add what to train on and turn epochs into steps."""
 
@@ -43,6 +53,9 @@ class TrainerSettings(Config):
     clip: float = Field(1.0, ge=0, description="largest gradient norm, 0 for no clipping")
     mixed_precision: Literal["no", "bf16"] = Field(
         "no", description="bf16: matrix products in bfloat16, weights stay float32"
+    )
+    trunk: TrunkSettings = Field(
+        TrunkSettings(), description="training of the target itself (Medusa-2, MTP)"
     )
     seed: int = Field(0, ge=0, description="seed of weights, order and noise")
     max_bad_steps: int = Field(

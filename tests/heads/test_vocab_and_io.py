@@ -13,7 +13,7 @@ from tiny_models import make_head
 
 from spectrain.core.errors import SpectrainError
 from spectrain.heads import vocab
-from spectrain.heads.io import check_target, load_head, save_head
+from spectrain.heads.io import load_head, save_head
 from spectrain.heads.registry import family
 
 
@@ -169,10 +169,10 @@ def test_unknown_family_and_bad_config(saved):
 
 def test_another_target_is_refused(saved, tiny):
     head, folder = saved
-    check_target(head, tiny, str(folder))
+    head.check_target(tiny, str(folder))
 
     class Other:
         fingerprint, name = "0" * 16, "other"
 
     with pytest.raises(SpectrainError, match="trained for"):
-        check_target(head, Other, str(folder))
+        head.check_target(Other, str(folder))

@@ -30,7 +30,7 @@ def test_shipped_configuration_is_valid(name):
             got = config.model_dump(mode="json")[key]
             assert got == value or got == [value], (verb, key)
     train = load_config(TrainConfig, "train", name)
-    family(train.family_name).Options.model_validate(train.head)
+    family(train.family).Options.model_validate(train.head)
 
 
 def test_one_is_shipped():

@@ -162,13 +162,13 @@ def test_options_of_the_head_are_checked_all_at_once(config):
     with pytest.raises(SpectrainError, match="cannot change the head given by init"):
         train.run(config(init="somewhere"))
     with pytest.raises(SpectrainError, match="unknown head family 'eagle9'"):
-        train.run(config(version=9))
+        train.run(config(family="eagle9"))
 
 
 def test_the_example_of_a_configuration_file_is_valid():
     example = yaml.safe_load(textwrap.dedent(config_module.__doc__.partition("::\n")[2]))
     chosen = train.TrainConfig(**example["train"])
-    family(chosen.family_name).Options(**chosen.head)
+    family(chosen.family).Options(**chosen.head)
 
 
 def test_features_of_other_layers_are_refused(config):
