@@ -44,6 +44,9 @@ Temperatures = Annotated[
 ]
 Temperature = Annotated[float | None, typer.Option(help="Sampling temperature, 0 = greedy.")]
 MaxNewTokens = Annotated[int | None, typer.Option(help="Longest reply, in tokens.")]
+DraftTokens = Annotated[
+    int | None, typer.Option(help="Tokens drafted before each check by the target.")
+]
 Seed = Annotated[int | None, typer.Option(help="Seed of everything random.")]
 ConfigFile = Annotated[
     str | None,
@@ -284,7 +287,7 @@ def train_draft(
 
     \b
     Examples:
-      spectrain train-draft --store runs/store --out runs/draft --set head.layers=4
+      spectrain train-draft --store runs/store --out runs/draft
       spectrain train-draft --store runs/store --out runs/draft \\
           --set head.model=my-small-model
     """
@@ -354,9 +357,7 @@ def generate(
     max_new_tokens: MaxNewTokens = None,
     limit: Annotated[int | None, typer.Option(help="Use only so many conversations.")] = None,
     on_bad_row: OnBadRow = None,
-    draft_tokens: Annotated[
-        int | None, typer.Option(help="Tokens drafted before each check by the target.")
-    ] = None,
+    draft_tokens: DraftTokens = None,
     compare: Annotated[
         bool | None,
         typer.Option("--compare", help="Also decode without the head; compare speed and tokens."),
@@ -388,6 +389,44 @@ def generate(
         "seed": seed,
     }
     _run("generate", "generate", "GenerateConfig", config, set_, flags, json)
+
+
+@app.command()
+def compare(
+    target: Target = None,
+    store: Store = None,
+    out: Out = None,
+    families: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Only these entries, e.g. eagle3,medusa."),
+    ] = None,
+    draft_tokens: DraftTokens = None,
+    prompts: Annotated[
+        int | None, typer.Option("--race-prompts", help="Prompts in the race.")
+    ] = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Train several heads on one store and compare them: α, τ, speed.
+
+    \b
+    Examples:
+      spectrain compare --store runs/store --out runs/compare
+      spectrain compare --store runs/store --families eagle3,medusa \\
+          --set common.steps=200
+    """
+    flags = {
+        "target": target,
+        "store": store,
+        "out": out,
+        "families": _split([families] if families else None),
+        "draft_tokens": draft_tokens,
+        "prompts": prompts,
+        "seed": seed,
+    }
+    _run("compare", "compare", "CompareConfig", config, set_, flags, json)
 
 
 @app.command()
@@ -464,7 +503,7 @@ def _run(
     json: str | None,
 ) -> None:
     """Build the configuration, run `spectrain.recipes.<recipe>`, print and write its report."""
-    with one_line_errors(goes_on=verb in ("prepare", "train")):
+    with one_line_errors(goes_on=verb in ("prepare", "train", "compare")):
         from spectrain.core.config import load_config
         from spectrain.core.files import require_writable
 

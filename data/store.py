@@ -23,7 +23,7 @@ from torch import Tensor
 from spectrain.core.batch import Batch, predicting
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import read_json, sha256_file
-from spectrain.data.shard import RowInfo
+from spectrain.data.shard import DTYPES, RowInfo
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -151,6 +151,26 @@ class FeatureStore:
                     aux = shard["aux"].new_zeros(size, longest, shard["aux"].shape[-1])
                 aux[place, :length] = shard["aux"][start:stop]
         return Batch(tokens=tokens, reply=reply, aux=aux, last=last, argmax=argmax)
+
+    def prompt(self, row: RowInfo) -> Tensor:
+        """The tokens of a row before its first reply: int64 [n]."""
+        shard, start, stop, _, _ = self._locate(row)
+        first = int((shard["reply"][start:stop] > 0).int().argmax())
+        return shard["tokens"][start : start + first].long()
+
+    def bytes_per_token(self, aux_layers: tuple[int, ...], last_everywhere: bool) -> float:
+        """Bytes of features per token of the store that a head with these needs reads: auxiliary
+        states of every token, the last state of every one or of those before reply tokens."""
+        counts = self.manifest["counts"]
+        tokens, supervised = (sum(counts[key].values()) for key in ("tokens", "supervised_tokens"))
+        state = self.hidden_size * DTYPES[self.manifest["settings"]["dtype"]].itemsize
+        kept = 1.0 if last_everywhere else supervised / tokens
+        return state * (len(aux_layers) + kept)
+
+    @property
+    def hidden_size(self) -> int:
+        """H of the target, as stored."""
+        return self._shard(0)["last"].shape[-1]
 
     def teacher(self, row: RowInfo) -> tuple[Tensor, Tensor, Tensor]:
         """(argmax int64 [p], its log-probability float32 [p], log-normaliser float32 [p]) of the

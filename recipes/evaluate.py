@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,20 +12,16 @@ from pydantic import BeforeValidator, Field, field_validator
 from spectrain.core.config import Config, as_list
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import atomic_write
-from spectrain.core.progress import progress
 from spectrain.core.target import Target
 from spectrain.data.shard import RowInfo
 from spectrain.data.store import FeatureStore
-from spectrain.evaluation.alpha import acceptance
+from spectrain.evaluation.measure import measure, rows_for
 from spectrain.evaluation.plot import draw
 from spectrain.evaluation.report import render
-from spectrain.evaluation.summary import DEFINITIONS, Conversation, by_domain, summarise
-from spectrain.heads.base import DraftHead
+from spectrain.evaluation.summary import DEFINITIONS, by_domain, summarise
 from spectrain.heads.io import load_head
 
 PLOT = "alpha.png"
-_BATCH_TOKENS = 2048  # padded tokens of a batch, unless one row alone is longer
-_BATCH_LOGITS = 1 << 26  # target logits kept for a batch: padded tokens × draft vocabulary
 
 
 class EvalConfig(Config):
@@ -77,9 +72,9 @@ def run(config: EvalConfig) -> dict[str, Any]:
             where="--max-draft",
             fix="measure fewer positions",
         )
-    used = {t: _rows_for(t, rows) for t in config.temperature}
+    used = {t: rows_for(t, rows) for t in config.temperature}
     top_p = store.manifest["settings"].get("top_p", 1.0)  # absent: no reply was drawn
-    measured = _measure(target, head, store, used, steps)
+    measured = measure(target, head, store, used, steps)
     if not any(found.replies for group in measured.values() for found in group):
         raise SpectrainError(
             f"no {config.split} row has a reply of two tokens or more, so nothing can be measured",
@@ -111,55 +106,6 @@ def run(config: EvalConfig) -> dict[str, Any]:
         print(f"no plot: {error}", file=sys.stderr)
         report["plot"] = None
     return report
-
-
-def _measure(
-    target: Target,
-    head: DraftHead,
-    store: FeatureStore,
-    used: dict[float, list[RowInfo]],
-    steps: int,
-) -> dict[float, list[Conversation]]:
-    """Conversations of each temperature; a row used at several of them is read once."""
-    wanted: dict[int, tuple[float, ...]] = {}
-    by_index: dict[int, RowInfo] = {}
-    for temperature, rows in used.items():
-        for row in rows:
-            wanted[row.index] = (*wanted.get(row.index, ()), temperature)
-            by_index[row.index] = row
-    budget = min(_BATCH_TOKENS, _BATCH_LOGITS // head.config.draft_vocab_size)
-    found: dict[float, dict[int, Conversation]] = {temperature: {} for temperature in used}
-    with progress(len(wanted), "measure acceptance", "rows") as bar:
-        for temperatures in sorted(set(wanted.values())):
-            group = [by_index[index] for index, ts in wanted.items() if ts == temperatures]
-            for part in _by_length(group, budget):
-                batch = store.batch(part, bool(head.needs.aux_layers)).to(
-                    target.device, target.dtype
-                )
-                results = acceptance(target, head, batch, steps, temperatures)
-                for temperature, replies in zip(temperatures, results, strict=True):
-                    for row, own in zip(part, replies, strict=True):
-                        found[temperature][row.index] = Conversation(row.domain or "other", own)
-                bar.update(len(part))
-    # In the store's order, so that the bootstrap does not depend on how rows were batched.
-    return {t: [found[t][row.index] for row in used[t]] for t in used}
-
-
-def _by_length(rows: list[RowInfo], budget: int) -> Iterator[list[RowInfo]]:
-    """Rows of similar length together, at most `budget` padded tokens each (or one row)."""
-    part: list[RowInfo] = []
-    for row in sorted(rows, key=lambda row: (row.length, row.index)):
-        if part and (len(part) + 1) * row.length > budget:
-            yield part
-            part = []
-        part.append(row)
-    if part:
-        yield part
-
-
-def _rows_for(temperature: float, rows: list[RowInfo]) -> list[RowInfo]:
-    """Rows whose reply was sampled at this temperature; all of them when there is none."""
-    return [row for row in rows if row.temperature == temperature] or rows
 
 
 def _note(temperature: float, rows: list[RowInfo], top_p: float) -> str | None:

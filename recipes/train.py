@@ -40,6 +40,7 @@ from spectrain.trainer.tracking import make_accelerator, start_trackers
 
 REPORT = "report.json"
 HEAD = "head"
+TARGET, ADAPTER = "target", "adapter"  # of runs that train the target along
 FINAL_SHARE = 0.1  # the report's loss and acceptance are means over this last part of the run
 
 
@@ -113,6 +114,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
         require_changes(head, before, str(config.out))
         accelerator.wait_for_everyone()  # the metrics are complete
         report = _report(settings, state, store, accelerator)
+        trained = [value for value in head.parameters() if value.requires_grad]
+        report["trained_parameters"] = sum(value.numel() for value in trained)
         if main:
             extra = {
                 "provenance.json": provenance(
@@ -126,6 +129,17 @@ def run(config: TrainConfig) -> dict[str, Any]:
         return report
     finally:
         accelerator.end_training()
+
+
+def tuned_target(out: Path) -> Path | None:
+    """Where a run that trained the target along left it: the whole model or the adapter."""
+    found = [out / name for name in (TARGET, ADAPTER) if (out / name).is_dir()]
+    return found[0] if found else None
+
+
+def check_options(config: TrainConfig) -> None:
+    """Raise SpectrainError for an unknown family or options it does not have."""
+    _options(family(config.family).Options, config)
 
 
 def _options(kind: type[BaseModel], config: TrainConfig) -> BaseModel:

@@ -26,6 +26,7 @@ RECIPES = {
     "train-medusa": ("train", "TrainConfig"),
     "train-mtp": ("train", "TrainConfig"),
     "train-draft": ("train", "TrainConfig"),
+    "compare": ("compare", "CompareConfig"),
     "eval-alpha": ("evaluate", "EvalConfig"),
     "generate": ("generate", "GenerateConfig"),
 }

@@ -121,7 +121,7 @@ def test_batches_and_rerun_change_nothing(settings, monkeypatch):
     """One row at a time gives the same numbers, and a rerun the same report to the last digit."""
     first = evaluate(settings, temperature=[0.5, 1.0])
     assert evaluate(settings, temperature=[0.5, 1.0]) == first
-    monkeypatch.setattr("spectrain.recipes.evaluate._BATCH_TOKENS", 1)
+    monkeypatch.setattr("spectrain.evaluation.measure._BATCH_TOKENS", 1)
     single = evaluate(settings, temperature=[0.5, 1.0])
     for left, right in zip(first["temperatures"], single["temperatures"], strict=True):
         for one, other in zip(left["positions"], right["positions"], strict=True):

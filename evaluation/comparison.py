@@ -1,0 +1,154 @@
+"""The table and the picture of `compare`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from spectrain.evaluation.plot import COLOURS, MARKERS
+
+DEFINITIONS = {
+    "parameters": "of the head, in millions; what it shares with the target is not counted",
+    "B/token": "bytes of stored features that training this head reads per token of the store",
+    "α k": "greedy, conditional: first choices agree at position k when those before it did",
+    "τ γ": "tokens per target forward with chains of γ guesses, greedy, the target's own included; "
+    "exact walk over held-out replies, 95 % bootstrap over conversations",
+    "speed": "tokens per second over spectrain-plain (this engine without a head) in one race, "
+    "95 % bootstrap over prompts",
+}
+
+
+def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells; the heads by τ, the best first, then the baselines."""
+    entries, methods = report["entries"], report["race"]["methods"]
+    longest = max(len(entry["positions"]) for entry in entries.values())
+    header = ["head", "params", "train s", "B/token"]
+    header += [f"α{k + 1}" for k in range(longest)]
+    header += ["τ", f"speed, γ = {report['race_draft_tokens']}"]
+    cells = []
+    for name, entry in sorted(entries.items(), key=lambda pair: -pair[1]["tau"][-1]["value"]):
+        alphas = [_plain(p["conditional"], 2) for p in entry["positions"]]
+        tau = f"{_interval(entry['tau'][-1])} (γ {len(entry['tau'])})"
+        cells.append(
+            [
+                name,
+                f"{entry['parameters'] / 1e6:.1f} M",
+                "–" if entry["seconds"] is None else f"{entry['seconds']:,.0f}",
+                f"{entry['bytes_per_token']:,.0f}",
+                *alphas,
+                *[""] * (longest - len(alphas)),
+                tau,
+                _interval(methods[name]["speedup over spectrain-plain"]),
+            ]
+        )
+    for name in ("spectrain-plain", "transformers"):
+        ratio = _interval(methods[name]["speedup over spectrain-plain"])
+        cells.append([name, *[""] * (longest + 3), "1", "1" if "plain" in name else ratio])
+    return header, cells
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The table for a README, and the sentence that says what was done."""
+    header, cells = rows(report)
+    lines = [" | ".join(["", *header, ""]).strip(), "|---" * len(header) + "|"]
+    lines += [" | ".join(["", *row, ""]).strip() for row in cells]
+    return "\n".join([*lines, "", headline(report), ""])
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    trained = {entry["trained_tokens"] for entry in report["entries"].values()} - {None}
+    each = f"{max(trained):,} trained tokens each; " if trained else ""
+    return (
+        f"{report['target']}, {report['store_tokens'] or 0:,} reply tokens in the store, {each}"
+        f"{report['heldout_conversations']} held-out conversations, race over "
+        f"{report['race']['prompts']} held-out prompts"
+    )
+
+
+def table(report: Mapping[str, Any]) -> Group:
+    """The same for a terminal."""
+    header, cells = rows(report)
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for place, column in enumerate(header):
+        shown.add_column(column, justify="right" if place else "left", no_wrap=True)
+    for row in cells:
+        shown.add_row(*row)
+    notes = [Text(f"{name}: {text}", style="dim") for name, text in DEFINITIONS.items()]
+    for name, entry in report["entries"].items():
+        if entry["quality"]:
+            before, after = (entry["quality"][f"perplexity_{w}"] for w in ("before", "after"))
+            notes.append(
+                Text(
+                    f"{name} tunes its target: perplexity on held-out replies {before:.3f} → "
+                    f"{after:.3f}; α and τ on the tuned target's own replies"
+                )
+            )
+    files = Text(f"table {report['table']}, plot {report['plot']}")
+    return Group(Text(headline(report), style="bold"), shown, *notes, files)
+
+
+def draw(report: Mapping[str, Any]) -> bytes:
+    """α by position, τ by draft length, speed by head: a PNG of 1950 × 675 pixels."""
+    figure = Figure(figsize=(13, 4.5), dpi=150, layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    entries = sorted(report["entries"].items(), key=lambda pair: -pair[1]["tau"][-1]["value"])
+    for number, (name, entry) in enumerate(entries):
+        style = {
+            "color": COLOURS[number % len(COLOURS)],
+            "marker": MARKERS[number % len(MARKERS)],
+            "linestyle": "-" if number < len(COLOURS) else "--",
+            "label": name,
+        }
+        known = [p for p in entry["positions"] if p["conditional"]["value"] is not None]
+        left.plot(
+            [p["position"] for p in known], [p["conditional"]["value"] for p in known], **style
+        )
+        middle.plot([t["draft"] for t in entry["tau"]], [t["value"] for t in entry["tau"]], **style)
+        ratio = report["race"]["methods"][name]["speedup over spectrain-plain"]
+        place = len(entries) - 1 - number
+        right.barh(place, ratio["value"], color=style["color"], height=0.6)
+        if ratio["low"] is not None:
+            right.hlines(place, ratio["low"], ratio["high"], color="#222222", linewidth=1.5)
+    left.set_ylim(0, 1)
+    left.yaxis.set_major_formatter(PercentFormatter(1.0))
+    middle.set_ylim(bottom=1)
+    right.axvline(1, color="#555555", linewidth=1)
+    right.set_yticks(range(len(entries)), [name for name, _ in reversed(entries)])
+    _finish(left, "Conditional acceptance", "draft position")
+    _finish(middle, "Tokens per target forward", "draft length γ")
+    _finish(right, "Speed over spectrain-plain", f"×, γ = {report['race_draft_tokens']}")
+    for axes in (left, middle):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    left.legend(frameon=False, fontsize=8)
+    figure.suptitle(headline(report), fontsize=10, color="#333333")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _finish(axes: Any, title: str, label: str) -> None:
+    axes.set_title(title, fontsize=12, loc="left")
+    axes.set_xlabel(label)
+    axes.grid(axis="both", color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _plain(interval: Mapping[str, Any], digits: int) -> str:
+    return "–" if interval["value"] is None else f"{interval['value']:.{digits}f}"
+
+
+def _interval(interval: Mapping[str, Any]) -> str:
+    if interval["value"] is None:
+        return "–"
+    if interval["low"] is None:
+        return f"{interval['value']:.2f}"
+    return f"{interval['value']:.2f} ({interval['low']:.2f}–{interval['high']:.2f})"
