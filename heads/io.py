@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from spectrain.core.embedded import EMBEDDED
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import atomic_folder, give_normal_mode, read_json, write_json
 from spectrain.heads.base import DraftHead
@@ -53,17 +54,23 @@ def find_head(folder: Path) -> Path:
 def load_head(folder: Path, *, device: torch.device | str = "cpu") -> DraftHead:
     """Load a head. A missing, extra or misshapen tensor is an error that names it.
 
-    The result still has to be bound to its target: `head.check_target`, `head.bind`.
+    A causal language model of `transformers` is a head as it is: its folder, or the name of one
+    that is no folder here. The result still has to be bound to its target: `head.check_target`,
+    `head.bind`.
     """
     folder = find_head(folder)
     path = folder / "config.json"
     if not path.is_file():
+        if _names_a_model(folder):
+            return _language_model(str(folder)).to(device)
         raise SpectrainError(
             "no head here (config.json is missing)",
             where=str(folder),
-            fix="give --head the folder that train-eagle wrote",
+            fix="give --head the folder of a trained head or of a causal language model",
         )
     content = read_json(path)
+    if "family" not in content and "model_type" in content:
+        return _language_model(str(folder)).to(device)
     kind = family(str(content.get("family")))
     try:
         config = kind.Config.model_validate(content)
@@ -74,6 +81,17 @@ def load_head(folder: Path, *, device: torch.device | str = "cpu") -> DraftHead:
     head = kind(config)
     load_weights(head, folder / WEIGHTS)
     return head.to(device).eval()
+
+
+def _names_a_model(name: Path) -> bool:
+    """Whether it can be the name of a model that is kept elsewhere: embedded, or OWNER/NAME."""
+    text = str(name)
+    looks_like_one = text.count("/") == 1 and not text.startswith((".", "/", "~"))
+    return not name.exists() and (text in EMBEDDED or looks_like_one)
+
+
+def _language_model(name: str) -> DraftHead:
+    return family("draft").load(name, where=name)
 
 
 def load_weights(head: DraftHead, path: Path) -> None:

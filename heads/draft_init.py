@@ -1,0 +1,108 @@
+"""Where a draft model comes from: a checkpoint of its own, a few layers of the target, a config.
+
+N layers of the target, n layers of the draft.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from spectrain.core import attention
+from spectrain.core.errors import SpectrainError
+from spectrain.core.target import Target
+
+
+def load(name: str, where: str) -> Target:
+    """A causal language model of `transformers` in float32 on the CPU, checked like a target.
+
+    where: what messages call the place that named it.
+    """
+    with _told_at(where):
+        return Target.load(name, dtype="float32", device="cpu", pack_weights=False)
+
+
+def description(model: nn.Module) -> dict[str, Any]:
+    """What `build` needs to make the text model of `model` again: JSON-ready."""
+    config = model.config.get_text_config(decoder=True)
+    content = json.loads(config.to_json_string(use_diff=False))
+    # The outer config of a model of several modes may be the one that says so.
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return content | {"tie_word_embeddings": tied}
+
+
+def build(content: dict[str, Any]) -> nn.Module:
+    """A model with random weights, float32, from a `description`."""
+    try:
+        config = AutoConfig.for_model(**content)
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention.NAME, dtype=torch.float32
+        )
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise SpectrainError(
+            f"transformers cannot build the draft model ({reason})",
+            where="config.json of the head",
+            fix="use a version of transformers that knows the model",
+        ) from error
+
+
+def layers_of(target: Any, count: int) -> nn.Module:
+    """A model of `count` of the target's own layers, with its embedding, norm and output layer."""
+    total = target.num_layers
+    if not 1 <= count <= total:
+        raise SpectrainError(
+            f"{count} is not between 1 and {total}, the target's layers", where="head.layers"
+        )
+    chosen = chosen_layers(total, count)
+    content = description(target.model)
+    for key, value in content.items():
+        if isinstance(value, list) and len(value) == total:  # one entry for each layer
+            content[key] = [value[layer] for layer in chosen]
+    content["num_hidden_layers"] = count
+    model = build(content)
+    problems = model.get_decoder().load_state_dict(
+        _renumbered(target.decoder.state_dict(), chosen), strict=False
+    )
+    if problems.missing_keys or problems.unexpected_keys:
+        names = ", ".join([*problems.missing_keys, *problems.unexpected_keys][:3])
+        raise SpectrainError(
+            f"the target cannot be cut into a model of {count} layers ({names})",
+            where="head.layers",
+            fix="give a draft model of its own as head.model",
+        )
+    model.get_output_embeddings().load_state_dict(target.model.get_output_embeddings().state_dict())
+    return model
+
+
+def chosen_layers(total: int, count: int) -> list[int]:
+    """The first count − 1 layers and the last: the start reads what the embedding says, the end
+    writes what the output layer reads."""
+    return [*range(count - 1), total - 1]
+
+
+def _renumbered(state: dict[str, Tensor], chosen: list[int]) -> dict[str, Tensor]:
+    """The decoder's tensors with layer chosen[i] in the place of layer i."""
+    result = {}
+    for name, value in state.items():
+        if not name.startswith("layers."):
+            result[name] = value
+            continue
+        _, layer, rest = name.split(".", 2)
+        for place in (i for i, source in enumerate(chosen) if source == int(layer)):
+            result[f"layers.{place}.{rest}"] = value
+    return result
+
+
+@contextmanager
+def _told_at(where: str) -> Iterator[None]:
+    try:
+        yield
+    except SpectrainError as error:
+        raise type(error)(error.what, where=where, fix=error.fix) from error
