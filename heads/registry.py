@@ -10,6 +10,7 @@ from spectrain.heads.base import DraftHead
 
 FAMILIES = {
     "eagle3": "spectrain.heads.eagle3:Eagle3Head",
+    "medusa": "spectrain.heads.medusa:MedusaHead",
 }
 
 

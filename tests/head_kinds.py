@@ -38,4 +38,11 @@ def wild(head: DraftHead) -> DraftHead:
 
 KINDS: dict[str, Callable[[Any, int], DraftHead]] = {
     "eagle3": lambda target, d: create(target, "eagle3", steps=STEPS, draft_vocab_size=d),
+    "medusa": lambda target, d: create(target, "medusa", steps=STEPS, draft_vocab_size=d),
+    "medusa-two-layers": lambda target, d: create(
+        target, "medusa", steps=STEPS, layers=2, draft_vocab_size=d
+    ),
+    "medusa-soft": lambda target, d: create(
+        target, "medusa", steps=STEPS, loss="soft", draft_vocab_size=d
+    ),
 }
