@@ -26,6 +26,7 @@ from spectrain.core.batch import Batch, Features
 from spectrain.core.errors import SpectrainError
 from spectrain.core.readout import Readout
 from spectrain.heads import vocab
+from spectrain.heads.tree import TreeDefaults
 
 
 class TargetFacts(BaseModel):
@@ -166,6 +167,11 @@ class DraftHead(nn.Module, ABC):
     def longest_draft(self) -> int:
         """Positions the head can draft; a recurrent head goes on beyond the steps it learnt."""
         return self.config.steps
+
+    @property
+    def tree(self) -> TreeDefaults | None:
+        """The draft tree the family was published with; None: the generator's own."""
+        return None
 
     # ── training face ────────────────────────────────────────────────────────
 

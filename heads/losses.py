@@ -1,14 +1,116 @@
 """Losses shared by the heads: one value per row, never a mean; they are summed and divided once.
 
-R rows, D draft vocabulary.
+p is the target's distribution over the draft vocabulary, q the head's, α = Σ_x min(p(x), q(x)) the
+chance that a token drawn from q is accepted. Every loss takes the head's logits [R, D] and p [R, D]
+and gives [R] in float32 (float64 stays). A row of zeros for p, a row without a teacher, gives a
+finite value with a finite gradient, so that masking it works.
+
+R rows, D draft vocabulary, H hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+LAMBDA_DECAY = 3.0
+# What reverse KL takes for an impossible token: guessing it costs at most 18.4 nats.
+_LEAST = 1e-8
 
 
 def soft_cross_entropy_rows(logits: Tensor, teacher: Tensor) -> Tensor:
-    """−Σ_x p(x) log q(x) for each row; logits, teacher (probabilities) [R, D] → [R] float32."""
-    return -(teacher.float() * F.log_softmax(logits.float(), dim=-1)).sum(-1)
+    """−Σ_x p(x) log q(x), the forward KL up to the target's own entropy."""
+    return -(_wide(teacher) * F.log_softmax(_wide(logits), dim=-1)).sum(-1)
+
+
+def total_variation_rows(logits: Tensor, teacher: Tensor) -> Tensor:
+    """1 − α."""
+    return 1 - _acceptance(_wide(logits).softmax(-1), _wide(teacher))
+
+
+def lk_alpha_rows(logits: Tensor, teacher: Tensor) -> Tensor:
+    """−log α (arXiv 2602.23881). Summed in logarithms: α may be smaller than any float."""
+    p, log_q = _wide(teacher), F.log_softmax(_wide(logits), dim=-1)
+    log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log()
+    return -torch.logsumexp(torch.minimum(log_p, log_q), dim=-1)
+
+
+def lk_lambda_rows(logits: Tensor, teacher: Tensor) -> Tensor:
+    """λ · KL(p ‖ q) + (1 − λ) · (1 − α) with λ = exp(−3 α), no gradient through λ (2602.23881).
+
+    The paper takes α as a mean over the micro-batch at each draft step; here it is the row's own,
+    so that the loss does not depend on how a batch is cut.
+    """
+    p, log_q = _wide(teacher), F.log_softmax(_wide(logits), dim=-1)
+    divergence = (torch.xlogy(p, p) - p * log_q).sum(-1)
+    alpha = _acceptance(log_q.exp(), p)
+    share = torch.exp(-LAMBDA_DECAY * alpha.detach())
+    return share * divergence + (1 - share) * (1 - alpha)
+
+
+def reverse_kl_rows(logits: Tensor, teacher: Tensor) -> Tensor:
+    """KL(q ‖ p) = Σ_x q(x) (log q(x) − log p(x)), p at least 1e-8."""
+    log_q = F.log_softmax(_wide(logits), dim=-1)
+    return (log_q.exp() * (log_q - _wide(teacher).clamp(min=_LEAST).log())).sum(-1)
+
+
+RowLoss = Literal["soft_ce", "lk_alpha", "lk_lambda", "tv", "reverse_kl"]
+ROW_LOSSES: dict[RowLoss, Callable[[Tensor, Tensor], Tensor]] = {
+    "soft_ce": soft_cross_entropy_rows,
+    "lk_alpha": lk_alpha_rows,
+    "lk_lambda": lk_lambda_rows,
+    "tv": total_variation_rows,
+    "reverse_kl": reverse_kl_rows,
+}
+
+
+def in_pieces(
+    function: Callable[[Tensor, slice], tuple[Tensor, Tensor]], hidden: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    """Rows of a function whose only trained input is `hidden` [R, H], `size` rows at a time.
+
+    function(hidden of a piece, its place) → its loss [r] and something without gradient [r].
+    Losses of different rows must not depend on each other. Their gradients are taken piece by
+    piece on the way, so no more than `size` rows of logits exist at a time, none twice.
+    """
+    return _Pieces.apply(hidden, function, max(1, size))
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, function: Callable, size: int) -> tuple[Tensor, Tensor]:
+        losses, others, gradients = [], [], []
+        for start in range(0, max(1, len(hidden)), size):
+            place = slice(start, start + size)
+            piece = hidden[place].detach().requires_grad_(ctx.needs_input_grad[0])
+            with torch.set_grad_enabled(ctx.needs_input_grad[0]):
+                loss, other = function(piece, place)
+                if ctx.needs_input_grad[0]:
+                    gradients.extend(torch.autograd.grad(loss.sum(), piece))
+            losses.append(loss.detach())
+            others.append(other)
+        if gradients:
+            ctx.save_for_backward(torch.cat(gradients))
+        result = torch.cat(losses), torch.cat(others)
+        ctx.mark_non_differentiable(result[1])
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad[:, None]).to(gradient.dtype), None, None
+
+
+def _acceptance(q: Tensor, p: Tensor) -> Tensor:
+    """α [R]"""
+    return torch.minimum(p, q).sum(-1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -9,8 +9,12 @@ from spectrain.core.errors import SpectrainError
 from spectrain.heads.base import DraftHead
 
 FAMILIES = {
+    "eagle1": "spectrain.heads.eagle1:Eagle1Head",
+    "eagle2": "spectrain.heads.eagle2:Eagle2Head",
     "eagle3": "spectrain.heads.eagle3:Eagle3Head",
     "medusa": "spectrain.heads.medusa:MedusaHead",
+    "mtp-sequential": "spectrain.heads.mtp_sequential:MtpSequentialHead",
+    "draft": "spectrain.heads.draft_model:DraftModelHead",
 }
 
 

@@ -37,7 +37,26 @@ def wild(head: DraftHead) -> DraftHead:
 
 
 KINDS: dict[str, Callable[[Any, int], DraftHead]] = {
+    "eagle1": lambda target, d: create(target, "eagle1", draft_vocab_size=d, fc_bias=True),
+    "eagle1-steps": lambda target, d: create(target, "eagle1", steps=3, draft_vocab_size=d),
+    "eagle2": lambda target, d: create(target, "eagle2", draft_vocab_size=d),
     "eagle3": lambda target, d: create(target, "eagle3", steps=STEPS, draft_vocab_size=d),
+    "eagle3-two-layers": lambda target, d: create(
+        target, "eagle3", steps=STEPS, draft_vocab_size=d, layers=2, aux_layers=(1, 3)
+    ),
+    "eagle3-own-embeddings": lambda target, d: create(
+        target, "eagle3", steps=2, draft_vocab_size=d, embeddings="own", loss="lk_lambda"
+    ),
+    "mtp-sequential": lambda target, d: create(
+        target, "mtp-sequential", steps=STEPS, draft_vocab_size=d
+    ),
+    "mtp-sequential-shared": lambda target, d: create(
+        target, "mtp-sequential", steps=3, draft_vocab_size=d, shared=True, loss="soft"
+    ),
+    "draft": lambda target, d: create(target, "draft", steps=STEPS),
+    "draft tv": lambda target, d: create(
+        target, "draft", layers=3, loss="tv", train_embeddings=True
+    ),
     "medusa": lambda target, d: create(target, "medusa", steps=STEPS, draft_vocab_size=d),
     "medusa-two-layers": lambda target, d: create(
         target, "medusa", steps=STEPS, layers=2, draft_vocab_size=d

@@ -1,0 +1,197 @@
+"""EAGLE-1 (arXiv 2401.15077): one decoder layer that regresses the target's last state.
+
+Row t reads fc(cat[e(x[t+1]), f[t]]) and says f̂[t+1], a guess of f[t+1]; the target's own lm_head
+makes of it the logits for x[t+2]. Steps and keys as in `recurrent.py`: the loss of step k compares
+f̂ of anchor t with the target's state at the teacher row u = t+1+k::
+
+    regression_weight · SmoothL1(f̂, f[u])  +  classification_weight · CE(lm_head(f[u]) ‖ lm_head(f̂))
+
+The published recipe trains one step; more steps train on the head's own outputs as EAGLE-3 does.
+
+B batch, T length, R anchors, H hidden, V vocabulary, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from spectrain.core.batch import Batch, Features
+from spectrain.core.fast_linear import Linear, fast_linear
+from spectrain.core.readout import Readout
+from spectrain.heads import eagle3_init, scoring, vocab
+from spectrain.heads.base import HeadConfig, Needs, Objective, TargetFacts
+from spectrain.heads.eagle_layer import EagleConfig, EntryLayer, sizes_of
+from spectrain.heads.losses import in_pieces, soft_cross_entropy_rows
+from spectrain.heads.recurrent import RecurrentHead
+
+_LOGITS_AT_ONCE = 1 << 24  # numbers; the vocabulary is as a rule the target's whole one
+_NOISE_LENGTH = 512  # published: noise is scaled by 512 / length of the row
+
+
+class Eagle1Options(BaseModel):
+    """What a user may choose when a head is made (`head:` in a config, `--set head.steps=2`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    steps: int = Field(1, ge=1, le=16, description="draft steps K unrolled in training")
+    step_decay: float = Field(0.8, gt=0, le=1, description="weight of step k is step_decay**k")
+    draft_vocab_size: int | None = Field(
+        None, ge=1, description="tokens the head can guess; default: all there are"
+    )
+    init: Literal["target", "random"] = Field(
+        "target", description="start from the target's last layer, or at random"
+    )
+    fc_bias: bool = Field(
+        False,
+        description="bias of fc: the published weights have one, vLLM refuses it, and without one "
+        "a file serves every engine (zeros can be written where it is asked for)",
+    )
+    regression_weight: float = Field(1.0, ge=0, description="weight of the smooth L1 distance")
+    classification_weight: float = Field(0.1, ge=0, description="weight of the cross-entropy")
+    noise: float = Field(
+        0.2,
+        ge=0,
+        description="noise on the features in training: uniform, this wide times 512 / length",
+    )
+
+
+class Eagle1Config(EagleConfig):
+    """The head's config.json."""
+
+    family: Literal["eagle1"] = "eagle1"
+    fc_bias: bool
+    regression_weight: float
+    classification_weight: float
+    noise: float
+
+
+class Eagle1Head(RecurrentHead):
+    """`fc`, one decoder layer without an input norm, and the target's lm_head."""
+
+    family: ClassVar[str] = "eagle1"
+    Config: ClassVar[type[HeadConfig]] = Eagle1Config
+    Options: ClassVar[type[BaseModel]] = Eagle1Options
+    config: Eagle1Config
+
+    def __init__(self, config: Eagle1Config) -> None:
+        super().__init__(config)
+        width = config.hidden_size + config.target.hidden_size
+        self.fc = Linear(width, config.hidden_size, bias=config.fc_bias)
+        self.layers = nn.ModuleList([EntryLayer(config)])
+        self._output: tuple[Tensor, Tensor | None] | None = None
+        self._first_rows = False
+
+    @classmethod
+    def create(cls, options: Any, target: Any, token_counts: Tensor) -> Self:
+        size = options.draft_vocab_size or target.readout.usable
+        ids = vocab.choose(size, target, token_counts)
+        config = cls.Config(
+            **options.model_dump(exclude={"init", "draft_vocab_size"}),
+            **sizes_of(target),
+            vocab_size=target.vocab_size,
+            draft_vocab_size=len(ids),
+            target=TargetFacts.of(target),
+        )
+        head = cls(config)
+        head.use_vocabulary(ids)
+        eagle3_init.initialise_eagle1(head, target, from_layer=options.init == "target")
+        return head.to(target.device).bind(target.readout)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(last_everywhere=True)
+
+    @property
+    def stack(self) -> list[EntryLayer]:
+        return list(self.layers)
+
+    # ── what goes in ─────────────────────────────────────────────────────────
+
+    def read(self, features: Features | Batch) -> Tensor:
+        last = features.last.to(self.dtype)
+        if not self.training or not self.config.noise:
+            return last
+        # The row's own length: a state is all zeros only where the row is padded.
+        held = last.detach().any(-1)
+        place = torch.arange(1, held.shape[1] + 1, device=last.device)
+        length = (held * place).amax(1).clamp(min=1)
+        width = self.config.noise * _NOISE_LENGTH / length
+        return last + (torch.rand_like(last) - 0.5) * width[:, None, None]
+
+    def enter(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        merged = self.fc(torch.cat([embedding, hidden], dim=-1))
+        return merged, merged
+
+    # ── what comes out ───────────────────────────────────────────────────────
+
+    def logits(self, hidden: Tensor, step: int) -> Tensor:
+        weight, bias = self._rows()
+        hidden = hidden.to(weight.dtype)
+        if self._first_rows and not (self.training or torch.is_grad_enabled()):
+            # The target's own layer may be laid out for the CPU's kernels.
+            return self.readout.logits(hidden)[..., : len(weight)]
+        return self.readout.cap(fast_linear(hidden, weight, bias))
+
+    def counts(self, batch: Batch) -> Tensor:
+        return scoring.taught_counts(self, batch, self.config.steps)
+
+    def objective(self, batch: Batch) -> Objective:
+        """One term per step, the weighted sum of both losses over the rows that are taught."""
+        parts = scoring.Sums(self, batch)
+        last = batch.last.flatten(0, 1)
+        size = _LOGITS_AT_ONCE // self.config.draft_vocab_size
+        for unrolled in self.unroll(batch, self.config.steps):
+            step = parts.step(unrolled)
+            live = step.live.nonzero().squeeze(1)
+            step = scoring.StepRows(step.live[live], step.rows[live], step.taught[live])
+            guess, truth = unrolled.hidden[live], last[step.rows]
+            entropy, choice = in_pieces(_Classify(self, truth, unrolled.step), guess, size)
+            distance = F.smooth_l1_loss(guess.float(), truth.float(), reduction="none").mean(-1)
+            loss = (
+                self.config.regression_weight * distance
+                + self.config.classification_weight * entropy
+            )
+            parts.add_choice(step, (loss * step.taught).sum(), self.to_target(choice))
+        return parts.objective()
+
+    # ── the target's lm_head over the draft vocabulary ───────────────────────
+
+    def bind(self, readout: Readout) -> Self:
+        self._output = None
+        return super().bind(readout)
+
+    def use_vocabulary(self, ids: Tensor) -> None:
+        self._output = None
+        super().use_vocabulary(ids)
+
+    def _rows(self) -> tuple[Tensor, Tensor | None]:
+        """weight [D, H] and bias [D]: views where the draft vocabulary is the first D tokens, else
+        copied once and kept."""
+        if self._output is None:
+            with torch.inference_mode(False):  # what is made while drafting may serve training
+                ids = self.draft_ids
+                size = len(ids)
+                self._first_rows = bool((ids == torch.arange(size, device=ids.device)).all())
+                if self._first_rows:
+                    weight, bias = self.readout.weight, self.readout.bias
+                    self._output = weight[:size], None if bias is None else bias[:size]
+                else:
+                    self._output = self.readout.rows(ids)
+        return self._output
+
+
+class _Classify:
+    """Cross-entropy of some rows against the target's own states there; and the first choices."""
+
+    def __init__(self, head: Eagle1Head, truth: Tensor, step: int) -> None:
+        self.head, self.truth, self.step = head, truth, step
+
+    def __call__(self, guess: Tensor, place: slice) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            teacher = self.head.logits(self.truth[place], self.step).float().softmax(-1)
+        logits = self.head.logits(guess, self.step)
+        return soft_cross_entropy_rows(logits, teacher), logits.detach().argmax(-1)
