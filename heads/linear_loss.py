@@ -1,0 +1,111 @@
+"""A linear layer and its cross-entropy in one, so that logits never outlive a chunk of rows.
+
+With a vocabulary of 100 000 the logits of one batch are larger than all else a small head keeps.
+Here the gradient is worked out in the same pass as the loss: a chunk's logits are made, used for
+both and dropped. What stays is one gradient as large as the hidden rows (and one as large as the
+weight, when the weight is trained).
+
+R rows, H hidden, D tokens that can be guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# float32 logits of one chunk: 64 MiB.
+CHUNK = 1 << 24
+
+# Row range → what these rows are taught: token ids [r] (hard) or distributions [r, D] (soft).
+Taught = Callable[[int, int], Tensor]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    taught: Taught,
+    keep: Tensor,
+    *,
+    softcap: float | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Σ over rows with `keep` of the cross-entropy of softmax(cap(hidden · weightᵀ + bias)).
+
+    hidden [R, H], weight [D, H], bias [D] or None, keep [R] bool: the rows that are in the loss.
+    Returns the sum (float32 scalar) and the first choice of every row [R], kept or not. What rows
+    that are not kept are taught may be any valid value. chunk bounds the logits held at a time.
+    """
+    return _LinearCrossEntropy.apply(hidden, weight, bias, taught, keep, softcap, chunk)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        taught: Taught,
+        keep: Tensor,
+        softcap: float | None,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        loss = hidden.new_zeros((), dtype=exact)
+        choice = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if to_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=exact) if to_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=exact) if to_bias else None
+        size = max(1, chunk // len(weight))
+        for start in range(0, len(hidden), size):
+            rows = slice(start, min(start + size, len(hidden)))
+            part = hidden[rows].to(weight.dtype)
+            raw = F.linear(part, weight, bias)  # in the lower type under autocast
+            logits = raw.to(exact)
+            if softcap is not None:
+                logits = torch.tanh(logits / softcap) * softcap
+            choice[rows] = logits.argmax(-1)
+            log_q = logits.log_softmax(-1)
+            target, kept = taught(rows.start, rows.stop), keep[rows, None]
+            if target.dim() == 1:
+                picked = log_q.gather(1, target[:, None])
+                loss -= torch.where(kept, picked, 0).sum()
+                grad = log_q.exp()
+                grad.scatter_add_(1, target[:, None], torch.full_like(picked, -1))
+            else:
+                target = target.to(exact)
+                loss -= torch.where(kept, (target * log_q).sum(-1, keepdim=True), 0).sum()
+                grad = log_q.exp() * target.sum(-1, keepdim=True) - target
+            # Not times zero: a row without a teacher may hold anything, infinities included.
+            grad = torch.where(kept, grad, 0)
+            if softcap is not None:
+                grad = grad * (1 - (logits / softcap) ** 2)
+            lower = grad.to(raw.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = (lower @ weight.to(raw.dtype)).to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight += lower.t() @ part.to(raw.dtype)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.types = weight.dtype, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(choice)
+        return loss, choice
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, _choice: Tensor) -> tuple[Tensor | None, ...]:
+        to_hidden, to_weight, to_bias = ctx.saved_tensors
+        types = ctx.types
+        return (
+            None if to_hidden is None else (to_hidden * grad).to(to_hidden.dtype),
+            None if to_weight is None else (to_weight * grad).to(types[0]),
+            None if to_bias is None else (to_bias * grad).to(types[1]),
+            *(None,) * 4,
+        )

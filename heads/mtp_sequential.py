@@ -1,0 +1,142 @@
+"""Sequential multi-token prediction (DeepSeek-V3, arXiv 2412.19437): modules that keep the chain.
+
+Row t of module k::
+
+    embeds x[t+1+k]    hidden: what module k−1 said at row t; f[t] at k = 0
+    sees rows ≤ t of its own module                        guesses x[t+2+k]
+
+f is the target's state after its final norm, and what a module hands on is its output before its
+own norm (`pass_on`). With `shared` one module takes all steps (mtp_recurrence.py); otherwise there
+are K of them (mtp_chain.py). Embedding and output layer are the target's.
+
+B batch, n rows, m nodes, K steps, H hidden, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field
+from torch import Tensor, nn
+
+from spectrain.core.batch import Batch, Features
+from spectrain.core.cache import KVCache
+from spectrain.heads import mtp_chain, mtp_recurrence
+from spectrain.heads.base import TargetFacts, Unrolled
+from spectrain.heads.mtp_chain import ChainState, Modules
+from spectrain.heads.mtp_module import (
+    LayerBuilder,
+    LayerKind,
+    MtpModule,
+    check_layer,
+    start_from_target,
+)
+from spectrain.heads.mtp_recurrence import RecurrentState
+from spectrain.heads.mtp_shared import MtpConfig, MtpHead, MtpOptions
+
+# A module that feeds itself goes on beyond the steps it learnt; guesses get worse and worse.
+LONGEST_DRAFT = 16
+
+
+class MtpSequentialOptions(MtpOptions):
+    """What a user may choose when a head is made."""
+
+    shared: bool = Field(
+        False, description="one module takes all steps, fed with its own output, instead of K"
+    )
+    pass_on: Literal["before_norm", "after_norm"] | None = Field(
+        None, description="which state the next step reads; default: before the module's norm"
+    )
+    lambda_first: float = Field(0.3, ge=0, description="weight λ at first: each step counts λ/K")
+    lambda_then: float = Field(0.1, ge=0, description="weight λ afterwards")
+    lambda_switch: float = Field(
+        0.67, ge=0, le=1, description="share of the training after which λ changes"
+    )
+
+
+class MtpSequentialConfig(MtpConfig):
+    """The head's config.json."""
+
+    family: Literal["mtp-sequential"] = "mtp-sequential"
+    shared: bool
+    pass_on: Literal["before_norm", "after_norm"]
+    lambda_first: float
+    lambda_then: float
+    lambda_switch: float
+
+
+class MtpSequentialHead(MtpHead):
+    """K modules, or one that is used K times."""
+
+    family: ClassVar[str] = "mtp-sequential"
+    Config: ClassVar[type[MtpSequentialConfig]] = MtpSequentialConfig
+    Options: ClassVar[type[BaseModel]] = MtpSequentialOptions
+    config: MtpSequentialConfig
+
+    def __init__(self, config: MtpSequentialConfig) -> None:
+        super().__init__(config)
+        builder = LayerBuilder(config.layer)
+        count = 1 if config.shared else config.steps
+        self.chain = nn.ModuleList(MtpModule(builder, index) for index in range(count))
+        self._parts = Modules(self.chain, builder.rotary(), config.pass_on == "after_norm")
+        self._face = mtp_recurrence if config.shared else mtp_chain
+
+    # ── making one ───────────────────────────────────────────────────────────
+
+    @classmethod
+    def create(
+        cls, options: MtpSequentialOptions, target: Any, token_counts: Tensor
+    ) -> MtpSequentialHead:
+        ids = cls.vocabulary(options.draft_vocab_size, target, token_counts)
+        kind = LayerKind.of(target.config)
+        check_layer(LayerBuilder(kind), target)
+        config = MtpSequentialConfig(
+            **options.model_dump(exclude={"init", "draft_vocab_size", "pass_on"}),
+            pass_on=options.pass_on or "before_norm",
+            vocab_size=target.readout.vocab_size,
+            draft_vocab_size=len(ids),
+            layer=kind,
+            target=TargetFacts.of(target),
+        )
+        head = cls(config)
+        head.use_vocabulary(ids)
+        if options.init == "target":
+            for module in head.chain:
+                start_from_target(module.layer, module.norm, kind, target)
+        head.to(target.device).bind(target.readout)
+        return head
+
+    @property
+    def longest_draft(self) -> int:
+        return LONGEST_DRAFT if self.config.shared else self.config.steps
+
+    def norm_of(self, step: int) -> nn.Module:
+        return self.chain[0 if self.config.shared else step].norm
+
+    # ── training face ────────────────────────────────────────────────────────
+
+    def unroll(self, batch: Batch, steps: int) -> Iterator[Unrolled]:
+        return self._face.unroll(self._parts, self.readout, batch, steps)
+
+    def weights(self, progress: float) -> list[float]:
+        config = self.config
+        first = progress < config.lambda_switch
+        weight = config.lambda_first if first else config.lambda_then
+        return [weight / config.steps] * config.steps
+
+    # ── drafting face ────────────────────────────────────────────────────────
+
+    def start(self, rows: int, slots: int) -> ChainState | RecurrentState:
+        cache = KVCache(rows, slots, self.norm_of(0).weight.device)
+        return (RecurrentState if self.config.shared else ChainState)(cache, slots)
+
+    def extend(
+        self, state: Any, tokens: Tensor, features: Features, counts: Tensor, view: int = 0
+    ) -> Tensor:
+        hidden = self._face.extend(self._parts, self.readout, state, tokens, features, counts, view)
+        return self.logits(hidden, 0)
+
+    def expand(self, state: Any, tokens: Tensor, parents: Tensor) -> Tensor:
+        hidden = self._face.expand(self._parts, self.readout, state, tokens, parents)
+        return self.logits(hidden, state.level)

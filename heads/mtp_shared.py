@@ -1,0 +1,140 @@
+"""What both kinds of multi-token prediction share: the target's output layer and the objective.
+
+R rows, H hidden, D draft vocabulary, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from spectrain.core.batch import Batch
+from spectrain.core.readout import Readout
+from spectrain.heads import scoring, vocab
+from spectrain.heads.base import DraftHead, HeadConfig, Needs, Objective
+from spectrain.heads.linear_loss import linear_cross_entropy
+from spectrain.heads.mtp_module import LayerKind
+
+
+class MtpOptions(BaseModel):
+    """What a user may choose for either kind."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    steps: int = Field(3, ge=1, le=16, description="draft steps K the head is trained for")
+    draft_vocab_size: int | None = Field(
+        None, ge=1, description="tokens the head can guess; default: all there are"
+    )
+    init: Literal["target", "random"] = Field(
+        "target", description="start from the target's last layer, or at random"
+    )
+    loss: Literal["ce", "soft"] = Field(
+        "ce", description="taught the text itself (ce) or the target's distribution (soft)"
+    )
+
+
+class MtpConfig(HeadConfig):
+    """The fields of config.json that both kinds have."""
+
+    layer: LayerKind
+    loss: Literal["ce", "soft"]
+
+
+class MtpHead(DraftHead):
+    """A head that guesses with the target's own output layer."""
+
+    config: MtpConfig
+
+    def __init__(self, config: MtpConfig) -> None:
+        super().__init__(config)
+        self._rows: tuple[Tensor, Tensor | None] | None = None
+
+    @staticmethod
+    def vocabulary(size: int | None, target: Any, token_counts: Tensor) -> Tensor:
+        """Ids [D] of the draft vocabulary; by default everything the target can say, for the
+        output layer is there anyway."""
+        return vocab.choose(size or target.readout.usable, target, token_counts)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(last_everywhere=True)
+
+    @abstractmethod
+    def norm_of(self, step: int) -> nn.Module:
+        """The norm before the output layer at a step."""
+
+    # ── the target's output layer ────────────────────────────────────────────
+
+    def bind(self, readout: Readout) -> MtpHead:
+        self._rows = None
+        super().bind(readout)
+        return self
+
+    @property
+    def _leading(self) -> bool:
+        """The draft vocabulary is the target's first D tokens: no map, no copy of rows."""
+        ids = self.draft_ids
+        return bool(ids[-1] == len(ids) - 1)
+
+    @property
+    def rows(self) -> tuple[Tensor, Tensor | None]:
+        """The target's output rows of the draft vocabulary: weight [D, H], bias [D] or None."""
+        if self._rows is None:
+            readout, count = self.readout, self.config.draft_vocab_size
+            if self._leading:
+                bias = None if readout.bias is None else readout.bias[:count]
+                self._rows = readout.weight[:count], bias
+            else:
+                self._rows = readout.rows(self.draft_ids.to(readout.weight.device))
+        return self._rows
+
+    def logits(self, hidden: Tensor, step: int) -> Tensor:
+        weight, bias = self.rows
+        normed = self.norm_of(step)(hidden).to(weight.dtype)
+        return self.readout.cap(F.linear(normed, weight, bias))
+
+    # ── training ─────────────────────────────────────────────────────────────
+
+    def _labels(self, batch: Batch) -> Tensor | None:
+        return scoring.next_tokens(batch) if self.config.loss == "ce" else None
+
+    def counts(self, batch: Batch) -> Tensor:
+        return scoring.taught_counts(self, batch, self.config.steps, self._labels(batch))
+
+    def objective(self, batch: Batch) -> Objective:
+        labels = self._labels(batch)
+        parts = scoring.Sums(self, batch, labels)
+        weight, bias = self.rows
+        for unrolled in self.unroll(batch, self.config.steps):
+            step = parts.step(unrolled)
+            # Anchors that no longer count at this step cost nothing.
+            live = step.live.nonzero().squeeze(1)
+            hidden = self.norm_of(unrolled.step)(unrolled.hidden[live])
+            taught = self._taught(batch, labels, step.rows[live])
+            loss, first = linear_cross_entropy(
+                hidden, weight, bias, taught, step.taught[live], softcap=self.readout.softcap
+            )
+            choice = torch.full_like(step.rows, -2)
+            choice[live] = self.to_target(first)
+            parts.add_choice(step, loss, choice)
+        return parts.objective()
+
+    def _taught(self, batch: Batch, labels: Tensor | None, rows: Tensor):
+        """What flat teacher rows [R] teach, asked for a range at a time."""
+        if labels is not None:
+            ids = labels.flatten()[rows]
+            guessable = self.guessable(ids)
+            ids = torch.where(guessable, self.to_draft(ids.clamp(min=0)), 0)
+            return lambda start, stop: ids[start:stop]
+        weight, bias = self.rows
+        last = batch.last.flatten(0, 1)
+
+        def distribution(start: int, stop: int) -> Tensor:
+            logits = F.linear(last[rows[start:stop]].to(weight.dtype), weight, bias)
+            return self.readout.cap(logits).float().softmax(-1)
+
+        return distribution
