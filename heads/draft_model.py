@@ -115,6 +115,9 @@ class DraftModelHead(DraftHead):
         self.rows = len(output.weight)
         self._softcap = getattr(self.decoder.config, "final_logit_softcapping", None)
         self._origin: _Origin | None = None
+        learned = any(isinstance(m, nn.Embedding) and m is not table for m in self.modules())
+        # Rotary positions go on beyond what was trained, a table of positions ends.
+        self._longest = self.decoder.config.max_position_embeddings if learned else None
         for module in self.modules():
             if type(module) is nn.Linear:
                 module.__class__ = Linear  # the same layer by the faster product
@@ -222,6 +225,7 @@ class DraftModelHead(DraftHead):
     # ── training face ────────────────────────────────────────────────────────
 
     def unroll(self, batch: Batch, steps: int) -> Iterator[Unrolled]:
+        self._require_room(batch.tokens.shape[1])
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         hidden = self._run(batch.tokens, Plan(positions.expand_as(batch.tokens))).flatten(0, 1)
         anchors = counted(batch.reply, 0).flatten().nonzero().flatten()
@@ -284,6 +288,7 @@ class DraftModelHead(DraftHead):
 
     def start(self, rows: int, slots: int) -> DraftState:
         slots += 1  # it has read one token more than there are rows with features
+        self._require_room(slots)
         device = self.decoder.get_input_embeddings().weight.device
         return DraftState(KVCache(rows, slots, device), slots)
 
@@ -329,6 +334,13 @@ class DraftModelHead(DraftHead):
         state.level, state.ancestors = 0, None
         last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
         return self.logits(hidden.gather(1, last)[:, 0], 0)
+
+    def _require_room(self, length: int) -> None:
+        if self._longest is not None and length > self._longest:
+            raise SpectrainError(
+                f"the draft model has {self._longest} positions, {length} are needed",
+                fix="use shorter prompts and replies, or another draft",
+            )
 
     def _run(self, tokens: Tensor, plan: Plan) -> Tensor:
         """tokens [B, n] → what the output layer reads, [B, n, H]"""

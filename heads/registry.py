@@ -13,6 +13,7 @@ FAMILIES = {
     "eagle2": "spectrain.heads.eagle2:Eagle2Head",
     "eagle3": "spectrain.heads.eagle3:Eagle3Head",
     "medusa": "spectrain.heads.medusa:MedusaHead",
+    "mtp-parallel": "spectrain.heads.mtp_parallel:MtpParallelHead",
     "mtp-sequential": "spectrain.heads.mtp_sequential:MtpSequentialHead",
     "draft": "spectrain.heads.draft_model:DraftModelHead",
 }

@@ -47,6 +47,9 @@ KINDS: dict[str, Callable[[Any, int], DraftHead]] = {
     "eagle3-own-embeddings": lambda target, d: create(
         target, "eagle3", steps=2, draft_vocab_size=d, embeddings="own", loss="lk_lambda"
     ),
+    "mtp-parallel": lambda target, d: create(
+        target, "mtp-parallel", steps=STEPS, draft_vocab_size=d
+    ),
     "mtp-sequential": lambda target, d: create(
         target, "mtp-sequential", steps=STEPS, draft_vocab_size=d
     ),
