@@ -107,7 +107,7 @@ def extend(
     hidden = features.last.to(dtype)
     last = (counts - 1).clamp(min=0)[:, None]
     first = not state.ends
-    for index, module in enumerate(parts.modules):
+    for index in range(len(parts.modules)):
         out = _run(parts, state, index, embedding, hidden, slots, slots, visible)
         end = out.gather(1, last[..., None].expand(-1, -1, out.shape[-1]))
         if first:

@@ -1,0 +1,153 @@
+"""Parallel multi-token prediction (Meta, arXiv 2404.19737): K heads side by side on the same state.
+
+Head k is one decoder layer over f, the target's state after its final norm, and a norm; the output
+layer is the target's. The target itself gives x[t+1]; row t of head k guesses x[t+2+k], without
+having seen any of the tokens between. All K guesses of an anchor are there at once, and every node
+of one depth of a tree gets the same.
+
+B batch, T length, n rows, m nodes, K heads, H hidden, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor, nn
+
+from spectrain.core.attention import Plan
+from spectrain.core.batch import Batch, Features, counted
+from spectrain.core.cache import KVCache, visible_slots
+from spectrain.heads.base import TargetFacts, Unrolled
+from spectrain.heads.mtp_module import (
+    LayerBuilder,
+    LayerKind,
+    check_layer,
+    run_layer,
+    start_from_target,
+)
+from spectrain.heads.mtp_shared import MtpConfig, MtpHead, MtpOptions
+
+
+class MtpParallelOptions(MtpOptions):
+    """What a user may choose when a head is made."""
+
+
+class MtpParallelConfig(MtpConfig):
+    """The head's config.json."""
+
+    family: Literal["mtp-parallel"] = "mtp-parallel"
+
+
+class ParallelLayer(nn.Module):
+    """One of the K heads; `index` is its layer in the cache."""
+
+    def __init__(self, builder: LayerBuilder, index: int) -> None:
+        super().__init__()
+        self.layer = builder.layer(index)
+        self.norm = builder.norm()
+
+
+@dataclass
+class ParallelState:
+    """Drafting state: one layer of the cache for each head.
+
+    outputs [K, B, H]: every head's output at the anchor; level: depth that was drafted last
+    """
+
+    cache: KVCache
+    outputs: Tensor | None = None
+    level: int = 0
+
+
+class MtpParallelHead(MtpHead):
+    """K independent layers on the target's last state."""
+
+    family: ClassVar[str] = "mtp-parallel"
+    Config: ClassVar[type[MtpParallelConfig]] = MtpParallelConfig
+    Options: ClassVar[type[BaseModel]] = MtpParallelOptions
+    config: MtpParallelConfig
+
+    def __init__(self, config: MtpParallelConfig) -> None:
+        super().__init__(config)
+        builder = LayerBuilder(config.layer)
+        self.heads = nn.ModuleList(ParallelLayer(builder, index) for index in range(config.steps))
+        self._rotary = builder.rotary()
+
+    @classmethod
+    def create(
+        cls, options: MtpParallelOptions, target: Any, token_counts: Tensor
+    ) -> MtpParallelHead:
+        ids = cls.vocabulary(options.draft_vocab_size, target, token_counts)
+        kind = LayerKind.of(target.config)
+        check_layer(LayerBuilder(kind), target)
+        config = MtpParallelConfig(
+            steps=options.steps,
+            loss=options.loss,
+            vocab_size=target.readout.vocab_size,
+            draft_vocab_size=len(ids),
+            layer=kind,
+            target=TargetFacts.of(target),
+        )
+        head = cls(config)
+        head.use_vocabulary(ids)
+        if options.init == "target":
+            for part in head.heads:
+                start_from_target(part.layer, part.norm, kind, target)
+        head.to(target.device).bind(target.readout)
+        return head
+
+    def norm_of(self, step: int) -> nn.Module:
+        return self.heads[step].norm
+
+    # ── training face ────────────────────────────────────────────────────────
+
+    def unroll(self, batch: Batch, steps: int) -> Iterator[Unrolled]:
+        count, length = batch.tokens.shape
+        anchors = counted(batch.reply, 0).flatten().nonzero().squeeze(1)
+        positions = torch.arange(length, device=batch.tokens.device).expand(count, length)
+        hidden = batch.last.to(self.norm_of(0).weight.dtype)
+        for step in range(steps):
+            layer = self.heads[step].layer
+            out = run_layer(layer, self._rotary, hidden, positions, Plan(positions))
+            yield Unrolled(step, out.flatten(0, 1)[anchors], anchors)
+
+    def weights(self, progress: float) -> list[float]:
+        return [1.0] * self.config.steps
+
+    # ── drafting face ────────────────────────────────────────────────────────
+
+    def start(self, rows: int, slots: int) -> ParallelState:
+        return ParallelState(KVCache(rows, slots, self.norm_of(0).weight.device))
+
+    def extend(
+        self,
+        state: ParallelState,
+        tokens: Tensor,
+        features: Features,
+        counts: Tensor,
+        view: int = 0,
+    ) -> Tensor:
+        cache = state.cache
+        new = tokens.shape[1]
+        slots = cache.lengths[:, None] + torch.arange(new, device=tokens.device)
+        cache.place(slots, slots)
+        visible = visible_slots(cache.lengths, new, view or cache.slots, None)
+        plan = Plan(slots, cache, slots, visible)
+        hidden = features.last.to(self.norm_of(0).weight.dtype)
+        last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden.shape[-1])
+        outputs = [
+            run_layer(head.layer, self._rotary, hidden, slots, plan).gather(1, last)[:, 0]
+            for head in self.heads
+        ]
+        cache.commit(counts)
+        state.outputs, state.level = torch.stack(outputs), 0
+        return self.logits(state.outputs[0], 0)
+
+    def expand(self, state: ParallelState, tokens: Tensor, parents: Tensor) -> Tensor:
+        state.level += 1
+        logits = self.logits(state.outputs[state.level], state.level)
+        return logits[:, None].expand(-1, tokens.shape[1], -1)
