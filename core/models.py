@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from spectrain.core import adapter
 from spectrain.core.config import nearest
 from spectrain.core.embedded import EMBEDDED, converted
 from spectrain.core.errors import SpectrainError
@@ -29,7 +30,7 @@ def resolve(name: str) -> str:
             return str(converted(EMBEDDED[name]))
     path = Path(name).expanduser()
     if name.strip() and path.exists():
-        if not (path / "config.json").is_file():
+        if not ((path / "config.json").is_file() or adapter.is_adapter(path)):
             raise SpectrainError(
                 f"{name!r} holds no model (no config.json)",
                 where="--target",

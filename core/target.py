@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from spectrain.core import attention, models
+from spectrain.core import adapter, attention, models
 from spectrain.core.batch import Features
 from spectrain.core.cache import KVCache, visible_slots
 from spectrain.core.errors import SpectrainError
@@ -28,7 +30,9 @@ _CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e
 class Target:
     """A causal language model: features, logits and a cache, the same for every architecture."""
 
-    def __init__(self, model: nn.Module, tokenizer, name: str) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer, name: str, fingerprint: str | None = None
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
@@ -41,7 +45,7 @@ class Target:
         self.vocab_size = self.readout.vocab_size
         self.max_length = int(self.config.max_position_embeddings)
         self.stop_ids = _stop_ids(model, tokenizer)
-        self.fingerprint = _fingerprint(model, tokenizer)
+        self.fingerprint = fingerprint or fingerprint_of(model, tokenizer)
 
     @classmethod
     def load(
@@ -54,7 +58,8 @@ class Target:
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> Target:
-        """Load `name` (the embedded default, a folder or a hub id) and check it.
+        """Load `name` (the embedded default, a folder or a hub id) and check it. The folder of a
+        LoRA adapter stands for its base model with the adapter merged in.
 
         dtype "auto": the checkpoint's own on a GPU, float32 on a CPU. pack_weights lays the linear
         layers out for the CPU kernels (inference only). Raises SpectrainError when the model cannot
@@ -67,14 +72,8 @@ class Target:
         disable_progress_bar()  # the library's own; loading takes seconds
         options = {"revision": revision, "trust_remote_code": trust_remote_code}
         with models.load_errors(name):
-            config = AutoConfig.from_pretrained(source, **options)
-            _refuse_unknown_layers(config.get_text_config(decoder=True), name)
-            _refuse_moving_rotary(config.get_text_config(decoder=True), name)
-            tokenizer = AutoTokenizer.from_pretrained(source, **options)
-            model = AutoModelForCausalLM.from_pretrained(
-                source, dtype=wanted, attn_implementation=attention.NAME, **options
-            ).to(device)
-        target = cls(model, tokenizer, name)
+            model, tokenizer, fingerprint = _pretrained(source, name, wanted, device, options)
+        target = cls(model, tokenizer, name, fingerprint)
         target.check()
         if pack_weights and device == "cpu":
             pack(target.decoder)
@@ -198,6 +197,41 @@ class Target:
             )
 
 
+def _pretrained(
+    source: str, name: str, dtype: str | torch.dtype, device: str, options: dict[str, Any]
+) -> tuple[nn.Module, Any, str | None]:
+    """Model and tokenizer of a folder or hub id; of an adapter, merged, also its fingerprint."""
+    if adapter.is_adapter(source):
+        return _adapted(Path(source), dtype, device, options)
+    config = AutoConfig.from_pretrained(source, **options)
+    _refuse_unknown_layers(config.get_text_config(decoder=True), name)
+    _refuse_moving_rotary(config.get_text_config(decoder=True), name)
+    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype, attn_implementation=attention.NAME, **options
+    )
+    return model.to(device), tokenizer, None
+
+
+def _adapted(
+    folder: Path, dtype: str | torch.dtype, device: str, options: dict[str, Any]
+) -> tuple[nn.Module, Any, str]:
+    base = adapter.base_name(folder)
+    options = {**options, "revision": None}
+    try:
+        source = models.resolve(base)
+        if not adapter.is_adapter(source):
+            with models.load_errors(base):
+                AutoConfig.from_pretrained(source, **options)
+    except SpectrainError as error:
+        raise adapter.without_base(folder, base, error.what) from error
+    model, tokenizer, fingerprint = _pretrained(source, base, dtype, device, options)
+    fingerprint = adapter.fingerprint(fingerprint or fingerprint_of(model, tokenizer), folder)
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    return adapter.merge(model, folder), tokenizer, fingerprint
+
+
 def _keep(kept: dict[int, Tensor], layer: int):
     def hook(_module, _inputs, output):
         kept[layer] = output if isinstance(output, Tensor) else output[0]
@@ -250,7 +284,7 @@ def _stop_ids(model: nn.Module, tokenizer) -> tuple[int, ...]:
     return tuple(sorted(int(i) for i in ids if i is not None))
 
 
-def _fingerprint(model: nn.Module, tokenizer) -> str:
+def fingerprint_of(model: nn.Module, tokenizer) -> str:
     """16 hex digits that name the weights and the tokenizer, whatever dtype they are loaded in."""
     digest = hashlib.sha256()
     config = model.config.get_text_config(decoder=True)
