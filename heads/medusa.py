@@ -96,6 +96,8 @@ class MedusaHead(DraftHead):
             )
             for _ in range(config.steps)
         )
+        # The type that the head computes in; its layers lose their weights when they are packed.
+        self.register_buffer("_like", torch.empty(0), persistent=False)
 
     # ── making one ───────────────────────────────────────────────────────────
 
@@ -184,7 +186,7 @@ class MedusaHead(DraftHead):
 
     def _blocks(self, last: Tensor, step: int) -> Tensor:
         """[..., H] → [..., H], all of head `step` but its output layer."""
-        hidden = last.to(self.heads[step][-1].weight.dtype)
+        hidden = last.to(self._like.dtype)
         for block in self.heads[step][:-1]:
             hidden = block(hidden)
         return hidden

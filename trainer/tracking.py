@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs
 
@@ -29,6 +30,8 @@ def make_accelerator(settings: TrainerSettings, run: Path) -> Accelerator:
             where="--tracker",
             fix=f"pip install {chosen}, or leave the tracker out: metrics.jsonl is always written",
         )
+    # Several trainings in one process (compare) may differ in precision; accelerate keeps the first.
+    AcceleratorState._reset_state()
     accelerator = Accelerator(
         # Without this, accelerate takes each of several processes on a machine without a GPU for
         # the only one. None leaves the choice to `accelerate launch`.
