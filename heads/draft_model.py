@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,50 +32,11 @@ from spectrain.core.fast_linear import Linear, fast_linear
 from spectrain.core.readout import Readout
 from spectrain.heads import draft_init, scoring, vocab
 from spectrain.heads.base import DraftHead, HeadConfig, Needs, Objective, TargetFacts, Unrolled
-from spectrain.heads.tokenizers import first_difference
+from spectrain.heads.draft_config import DEFAULT_STEPS, LONGEST_DRAFT, DraftConfig, DraftOptions
+from spectrain.heads.tokenizers import Vocabulary
 
-# It goes on as long as one likes; the bound is that of the evaluation.
-LONGEST_DRAFT = 64
-DEFAULT_STEPS = 4
 # Logits (rows × D) that exist at one time in training; more are computed part by part.
 _CHUNK = 1 << 24
-
-
-class DraftOptions(BaseModel):
-    """What a user may choose when a draft is made (`head:` in a config, `--set head.layers=4`)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    model: str | None = Field(
-        None, description="causal LM to start from (folder or name); default: the target's layers"
-    )
-    layers: int | None = Field(
-        None, ge=1, description="layers of the target to start from; default 2"
-    )
-    loss: Literal["kl", "tv"] = Field(
-        "kl", description="distance to the target's distribution: forward KL or total variation"
-    )
-    train_embeddings: bool = Field(
-        False, description="false keeps the embedding and the output layer as they are"
-    )
-    steps: int = Field(
-        DEFAULT_STEPS, ge=1, le=LONGEST_DRAFT, description="tokens drafted when nothing is said"
-    )
-
-    @model_validator(mode="after")
-    def _one_start(self) -> DraftOptions:
-        if self.model is not None and self.layers is not None:
-            raise ValueError("model and layers exclude each other")
-        return self
-
-
-class DraftConfig(HeadConfig):
-    """The head's config.json."""
-
-    family: Literal["draft"] = "draft"
-    model: dict[str, Any] = Field(description="config of the model, as transformers writes it")
-    tokens: int = Field(ge=1, description="tokens of the tokenizer shared with the target")
-    loss: Literal["kl", "tv"] = "kl"
-    train_embeddings: bool = False
 
 
 @dataclass
@@ -86,14 +47,6 @@ class DraftState:
     view: int
     ancestors: Tensor | None = None  # [B, m, U] of the last level among the U drafted nodes
     level: int = 0
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """Where an untrained model came from: what it has to share with a target."""
-
-    tokenizer: Any
-    stop_ids: tuple[int, ...]
 
 
 class DraftModelHead(DraftHead):
@@ -114,7 +67,7 @@ class DraftModelHead(DraftHead):
         self.lm_head = None if output.weight is table.weight else output
         self.rows = len(output.weight)
         self._softcap = getattr(self.decoder.config, "final_logit_softcapping", None)
-        self._origin: _Origin | None = None
+        self._origin: Vocabulary | None = None  # of a model that was not trained for one target
         learned = any(isinstance(m, nn.Embedding) and m is not table for m in self.modules())
         # Rotary positions go on beyond what was trained, a table of positions ends.
         self._longest = self.decoder.config.max_position_embeddings if learned else None
@@ -134,7 +87,7 @@ class DraftModelHead(DraftHead):
             model = draft_init.layers_of(target, options.layers or 2)
         else:
             source = draft_init.load(options.model, "head.model")
-            _require_same_tokens(_Origin(source.tokenizer, source.stop_ids), target, options.model)
+            Vocabulary.of(source).require_same(Vocabulary.of(target), options.model)
             model = source.model
         config = DraftConfig(
             steps=options.steps,
@@ -164,14 +117,14 @@ class DraftModelHead(DraftHead):
             tokens=len(source.tokenizer),
         )
         head = cls(config, source.model)
-        head._origin = _Origin(source.tokenizer, source.stop_ids)
+        head._origin = Vocabulary.of(source)
         return head.eval()
 
     def check_target(self, target: Any, where: str) -> None:
         if self._origin is None:
             super().check_target(target, where)
             return
-        _require_same_tokens(self._origin, target, where)
+        self._origin.require_same(Vocabulary.of(target), where)
         self.config = self.config.model_copy(update={"target": TargetFacts.of(target)})
 
     def bind(self, readout: Readout) -> DraftModelHead:
@@ -355,15 +308,3 @@ class DraftModelHead(DraftHead):
             use_cache=False,
             plan=plan,
         ).last_hidden_state
-
-
-def _require_same_tokens(origin: _Origin, target: Any, where: str) -> None:
-    difference = first_difference(
-        origin.tokenizer, target.tokenizer, origin.stop_ids, target.stop_ids
-    )
-    if difference is not None:
-        raise SpectrainError(
-            f"the draft's tokenizer is not the target's: {difference}",
-            where=where,
-            fix="use a draft with the target's tokenizer",
-        )

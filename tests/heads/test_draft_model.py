@@ -19,9 +19,10 @@ from spectrain.core.target import Target
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Generator
 from spectrain.heads import draft_init, draft_model
-from spectrain.heads.draft_model import DraftModelHead, DraftOptions
+from spectrain.heads.draft_config import DraftOptions
+from spectrain.heads.draft_model import DraftModelHead
 from spectrain.heads.io import load_head, save_head
-from spectrain.heads.tokenizers import first_difference
+from spectrain.heads.tokenizers import Vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -291,35 +292,29 @@ def test_tables_of_other_sizes(target, prompts, tmp_path, tokenizer, own):
     assert again.bind(target.readout).config == head.config
 
 
-def changed(tokenizer, token, to):
-    """The tokenizer with another word for one of its tokens."""
-    other = types.SimpleNamespace(**{k: getattr(tokenizer, k) for k in
-        ("bos_token_id", "eos_token_id", "unk_token_id")})  # fmt: skip
-    other.get_vocab = lambda: {
-        to if t == token else t: i for t, i in tokenizer.get_vocab().items() if to or t != token
-    }
-    return other
+def words(tokenizer, change=None, stop_ids=(2,), **roles):
+    """Its vocabulary with some ids put elsewhere or left out (None), and other special ids."""
+    content = {i: t for t, i in tokenizer.get_vocab().items()} | (change or {})
+    facts = {role: getattr(tokenizer, role) for role in ("bos_token_id", "eos_token_id")}
+    facts |= {"unk_token_id": tokenizer.unk_token_id, **roles}
+    ids = {token: i for i, token in content.items() if token is not None}
+    return Vocabulary(types.SimpleNamespace(get_vocab=lambda: ids, **facts), stop_ids)
 
 
 def test_the_first_entry_that_differs_is_named(tokenizer):
-    word = {i: t for t, i in tokenizer.get_vocab().items()}[300]
-    stops = (2,)
-    assert first_difference(tokenizer, make_tokenizer(), stops, stops) is None
-    other = changed(tokenizer, word, "abc")
-    assert first_difference(other, tokenizer, stops, stops) == (
-        f"id 300: the draft has 'abc', the target {word!r}"
-    )
-    assert first_difference(tokenizer, changed(tokenizer, word, None), stops, stops) == (
-        f"id 300: the draft has {word!r}, the target nothing"
-    )
-    other = changed(tokenizer, "", "")
-    other.eos_token_id = 0
-    assert first_difference(tokenizer, other, stops, stops) == (
-        "eos_token_id: the draft has 2, the target 0"
-    )
-    assert first_difference(tokenizer, tokenizer, (2,), (0, 2)) == (
-        "stop ids: the draft has [2], the target [0, 2]"
-    )
+    known = {i: t for t, i in tokenizer.get_vocab().items()}
+    own = Vocabulary(tokenizer, (2,))
+    assert own.first_difference(Vocabulary(make_tokenizer(), (2,))) is None
+    assert own.first_difference(words(tokenizer)) is None
+    cases = {
+        f"id 17: the draft has {known[17]!r}, the target 'abd'": {"change": {17: "abd", 99: "x"}},
+        f"id 383: the draft has {known[383]!r}, the target nothing": {"change": {383: None}},
+        "id 384: the draft has nothing, the target 'more'": {"change": {384: "more"}},
+        "eos_token_id: the draft has 2, the target 0": {"eos_token_id": 0},
+        "stop ids: the draft has [2], the target [0, 2]": {"stop_ids": (2, 0)},
+    }
+    for message, differs in cases.items():
+        assert own.first_difference(words(tokenizer, **differs)) == message
 
 
 def test_another_tokenizer_is_refused(tmp_path, tiny, tokenizer):
@@ -327,7 +322,7 @@ def test_another_tokenizer_is_refused(tmp_path, tiny, tokenizer):
     other.add_tokens(["<new>"])
     folder = folder_of(tmp_path, other)
     head = load_head(folder)
-    with pytest.raises(SpectrainError, match=r"here: .*id 384: the draft has '<new>', the target n"):
+    with pytest.raises(SpectrainError, match=r"^here: .*id 384: the draft has '<new>'"):
         head.check_target(tiny, "here")
     with pytest.raises(SpectrainError, match=f"{folder}: .*id 384"):
         create(tiny, "draft", model=str(folder))
