@@ -111,16 +111,20 @@ class Eagle1Head(RecurrentHead):
 
     # ── what goes in ─────────────────────────────────────────────────────────
 
-    def read(self, features: Features | Batch) -> Tensor:
-        last = features.last.to(self.dtype)
-        if not self.training or not self.config.noise:
-            return last
-        # The row's own length: a state is all zeros only where the row is padded.
-        held = last.detach().any(-1)
+    def read(self, features: Features) -> Tensor:
+        return features.last.to(self.dtype)
+
+    def disturb(self, features: Features) -> Features:
+        """As published: the noise of a row is the smaller the longer the row is."""
+        if not self.config.noise:
+            return features
+        last = features.last
+        held = last.any(-1)  # a state is all zeros only where the row is padded
         place = torch.arange(1, held.shape[1] + 1, device=last.device)
         length = (held * place).amax(1).clamp(min=1)
         width = self.config.noise * _NOISE_LENGTH / length
-        return last + (torch.rand_like(last) - 0.5) * width[:, None, None]
+        noise = (torch.rand_like(last) - 0.5) * width[:, None, None].to(last.dtype)
+        return Features(last + noise, None)
 
     def enter(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         merged = self.fc(torch.cat([embedding, hidden], dim=-1))

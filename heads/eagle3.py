@@ -123,14 +123,17 @@ class Eagle3Head(RecurrentHead):
     def stack(self) -> list[EntryLayer]:
         return [self.midlayer, *self.layers.values()]
 
-    def read(self, features: Features | Batch) -> Tensor:
-        aux = features.aux.to(self.dtype)
-        if self.training and self.config.feature_noise:
-            # The layers' outputs differ in size, so each gets noise of its own.
-            parts = aux.unflatten(-1, (len(self.config.aux_layers), -1))
-            size = parts.pow(2).mean(-1, keepdim=True).sqrt() * self.config.feature_noise
-            aux = (parts + (2 * torch.rand_like(parts) - 1) * size).flatten(-2)
-        return self.fc(aux)
+    def read(self, features: Features) -> Tensor:
+        return self.fc(features.aux.to(self.dtype))
+
+    def disturb(self, features: Features) -> Features:
+        if not self.config.feature_noise:
+            return features
+        # The layers' outputs differ in size, so each gets noise of its own.
+        parts = features.aux.unflatten(-1, (len(self.config.aux_layers), -1))
+        size = parts.pow(2).mean(-1, keepdim=True).sqrt() * self.config.feature_noise
+        noise = (2 * torch.rand_like(parts) - 1) * size
+        return Features(features.last, (parts + noise).flatten(-2))
 
     def enter(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return hidden, self.midlayer.merge(embedding, hidden)

@@ -21,6 +21,8 @@ from torch.autograd.function import once_differentiable
 LAMBDA_DECAY = 3.0
 # What reverse KL takes for an impossible token: guessing it costs at most 18.4 nats.
 _LEAST = 1e-8
+# Logarithm of an impossible token's probability: finite, and below any log q that occurs.
+_IMPOSSIBLE = -1e4
 
 
 def soft_cross_entropy_rows(logits: Tensor, teacher: Tensor) -> Tensor:
@@ -36,7 +38,7 @@ def total_variation_rows(logits: Tensor, teacher: Tensor) -> Tensor:
 def lk_alpha_rows(logits: Tensor, teacher: Tensor) -> Tensor:
     """−log α (arXiv 2602.23881). Summed in logarithms: α may be smaller than any float."""
     p, log_q = _wide(teacher), F.log_softmax(_wide(logits), dim=-1)
-    log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log()
+    log_p = p.log().clamp(min=_IMPOSSIBLE)
     return -torch.logsumexp(torch.minimum(log_p, log_q), dim=-1)
 
 

@@ -68,8 +68,12 @@ class RecurrentHead(DraftHead):
         """The layers in order; those behind the first have an input norm."""
 
     @abstractmethod
-    def read(self, features: Features | Batch) -> Tensor:
+    def read(self, features: Features) -> Tensor:
         """The target's features → [B, n, H], what stands in for an output of the head."""
+
+    def disturb(self, features: Features) -> Features:
+        """The features with noise: asked for in training alone, never when drafting."""
+        return features
 
     @abstractmethod
     def enter(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +102,10 @@ class RecurrentHead(DraftHead):
 
         # Row t embeds x[t+1]; the last row has no next token, and no anchor ever looks at it.
         following = torch.cat([batch.tokens[:, 1:], batch.tokens[:, -1:]], dim=1)
-        residual, x = self.enter(self.embed(following), self.read(batch))
+        features = Features(batch.last, batch.aux)
+        if self.training:
+            features = self.disturb(features)
+        residual, x = self.enter(self.embed(following), self.read(features))
         table = self.rotary(torch.arange(length, device=x.device), self.dtype)
 
         def causal(index: int, layer: EntryLayer, x: Tensor) -> Tensor:
