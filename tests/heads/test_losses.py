@@ -43,7 +43,7 @@ every_loss = pytest.mark.parametrize("name", ROW_LOSSES)
 
 
 @pytest.mark.parametrize(
-    "name, expected",
+    ("name", "expected"),
     [
         ("soft_ce", math.log(4)),
         ("tv", 0.5),
