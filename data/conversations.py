@@ -2,6 +2,8 @@
 
 A line is {"messages": [{"role": …, "content": …}, …]} with optional "tools" (a list, or a JSON
 string of one), "domain", "temperature" (what its last reply was sampled at) and "finish_reason".
+Where plain texts are welcome a line may be {"text": …} with an optional "domain": a document that
+is read as it is, without a template, and never answered.
 
 Rows are known by a hash of their content and ordered by it, never by their place in the file: a
 reordered source gives the same data, and a rerun skips the right rows.
@@ -27,7 +29,7 @@ BadRows = Literal["stop", "skip"]
 @dataclass(frozen=True)
 class Conversation:
     """One conversation. It ends with an assistant turn whose replies are kept (`answered`), or with
-    a user turn that the target is to answer.
+    a user turn that the target is to answer. Or a plain text: then there are no messages.
 
     id: 16 hex digits over the messages and tools; prompt_id: the same without the last reply;
     temperature and finish belong to the last reply that is given, None when unknown.
@@ -40,11 +42,12 @@ class Conversation:
     domain: str | None = None
     temperature: float | None = None
     finish: str | None = None
+    text: str | None = None
 
     @property
     def answered(self) -> bool:
-        """Whether the last turn is a given reply."""
-        return self.messages[-1]["role"] == "assistant"
+        """Whether nothing is to be asked: the last turn is a given reply, or it is a plain text."""
+        return self.text is not None or self.messages[-1]["role"] == "assistant"
 
 
 def read_conversations(
@@ -53,6 +56,7 @@ def read_conversations(
     on_bad_row: BadRows = "stop",
     fates: Counter[str] | None = None,
     keep_order: bool = False,
+    texts: bool = False,
 ) -> list[Conversation]:
     """Read a JSONL file of conversations, ordered by content hash (or as in the file), each once.
 
@@ -60,6 +64,7 @@ def read_conversations(
     keeps given replies and drops conversations without one; "auto" keeps the replies of those that
     end with one and cuts the others.
     fates: counts what happened to the rows that are not returned, by reason.
+    texts: take plain texts, too, whatever `regenerate` is; else such a line is a bad row.
 
     Raises SpectrainError for a missing or empty file, and with file:line for a bad row unless
     `on_bad_row` is "skip".
@@ -70,7 +75,7 @@ def read_conversations(
     for where, line in _lines(Path(path)):
         lines += 1
         try:
-            row = _parse(line)
+            row = _parse(line, texts)
         except ValueError as error:
             if on_bad_row == "stop":
                 raise SpectrainError(
@@ -78,7 +83,7 @@ def read_conversations(
                 ) from None
             fates["bad-row"] += 1
             continue
-        reason, conversation = _shape(row, regenerate)
+        reason, conversation = ("", _text(row)) if "text" in row else _shape(row, regenerate)
         if conversation is None:
             fates[reason] += 1
             continue
@@ -115,8 +120,9 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield f"{path}:{number}", line
 
 
-def _parse(line: bytes) -> dict:
-    """A row whose every part has the type it should have; ValueError says what is wrong."""
+def _parse(line: bytes, texts: bool) -> dict:
+    """A row whose every part has the type it should have, with either "messages" or (if `texts`)
+    "text"; ValueError says what is wrong."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
         _canonical(row).encode()  # fails on halves of surrogate pairs, which no tokenizer takes
@@ -126,8 +132,12 @@ def _parse(line: bytes) -> dict:
         raise ValueError("not valid JSON (nested too deeply)") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from None
+    if isinstance(row, dict) and row.get("messages") is None and "text" in row:
+        return _parse_text(row, texts)
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
-        raise ValueError('not a conversation: expected {"messages": [{"role", "content"}, …]}')
+        expected = '{"messages": [{"role", "content"}, …]}' + ' or {"text": …}' * texts
+        raise ValueError(f"not a conversation: expected {expected}")
+    row.pop("text", None)
     if not row["messages"]:
         raise ValueError("the conversation has no messages")
     for number, message in enumerate(row["messages"]):
@@ -142,6 +152,15 @@ def _parse(line: bytes) -> dict:
     _require_type(row, "temperature", (int, float))
     if row.get("temperature") is not None and not 0 <= row["temperature"] < math.inf:
         raise ValueError(f"temperature {row['temperature']} is not a number from 0 upwards")
+    return row
+
+
+def _parse_text(row: dict, welcome: bool) -> dict:
+    if not welcome:
+        raise ValueError('a plain text has nothing to answer: expected {"messages": […]}')
+    if not isinstance(row["text"], str):
+        raise ValueError(f"text is not a text ({row['text']!r:.40})")
+    _require_type(row, "domain", str)
     return row
 
 
@@ -160,6 +179,11 @@ def _require_type(row: dict, key: str, kind: type | tuple[type, ...]) -> None:
     value = row.get(key)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         raise ValueError(f"{key} has the wrong type ({value!r})")
+
+
+def _text(row: dict) -> Conversation:
+    name = _hash({"text": row["text"]}, None)
+    return Conversation(name, name, (), domain=row.get("domain"), text=row["text"])
 
 
 def _shape(row: dict, regenerate: bool | str) -> tuple[str, Conversation | None]:
@@ -192,7 +216,7 @@ def _last(roles: list[str], role: str) -> int:
     return len(roles) - 1 - roles[::-1].index(role)
 
 
-def _hash(messages: list[dict], tools: list | None) -> str:
+def _hash(messages: list[dict] | dict, tools: list | None) -> str:
     content = messages if tools is None else {"messages": messages, "tools": tools}
     return hashlib.sha256(_canonical(content).encode()).hexdigest()[:16]
 

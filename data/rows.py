@@ -12,14 +12,17 @@ from spectrain.core.target import Target
 from spectrain.data.conversations import Conversation, split_of
 from spectrain.data.replies import Answer, Question
 from spectrain.data.shard import Row
-from spectrain.data.tokenise import Refused, answered_row, given_row, prompt_ids
+from spectrain.data.tokenise import Refused, answered_row, given_row, prompt_ids, text_row
 
 
 def source_hash(conversations: list[Conversation]) -> str:
     """16 hex digits over the content and the facts of all conversations."""
     digest = hashlib.sha256()
     for conversation in conversations:
-        digest.update(json.dumps(astuple(conversation), sort_keys=True).encode())
+        facts = astuple(conversation)
+        # A conversation hashes as it did before there were texts, so that its stores go on.
+        facts = facts[:-1] if conversation.text is None else facts
+        digest.update(json.dumps(facts, sort_keys=True).encode())
     return digest.hexdigest()[:16]
 
 
@@ -73,7 +76,9 @@ def build_rows(
     for conversation, prompt, answer in work:
         split = split_of(conversation.prompt_id, heldout)
         try:
-            if answer is None:
+            if conversation.text is not None:
+                row = text_row(target.tokenizer, conversation, split=split, max_length=max_length)
+            elif answer is None:
                 row = given_row(
                     target.tokenizer,
                     target.stop_ids,

@@ -137,6 +137,16 @@ def given_row(
     )
 
 
+def text_row(tokenizer, conversation: Conversation, *, split: str, max_length: int) -> Row:
+    """The row of a plain text: all of it is supervised but the first token, which nothing predicts.
+
+    Raises Refused: reply-too-short, truncated-away.
+    """
+    ids = _with_special_tokens(tokenizer, conversation.text)
+    mask = [0] * min(1, len(ids)) + [1] * (len(ids) - 1)
+    return _row(conversation, ids, mask, split, None, None, max_length)
+
+
 def _row(conversation, ids, mask, split, temperature, finish, max_length: int) -> Row:
     """Cut at `max_length` and checked: an anchor must be left, else there is nothing to learn."""
     whole = torch.tensor(mask, dtype=torch.int16)
@@ -215,6 +225,22 @@ def _require_bare(rest: str, content: str) -> None:
 def _encode(tokenizer, text: str) -> list[int]:
     # The template wrote the special tokens; the tokenizer must not add them a second time.
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _with_special_tokens(tokenizer, text: str) -> list[int]:
+    """Ids of a text with what the tokenizer puts around one, each once: a text that brings its own
+    beginning or end keeps that."""
+    bare = _encode(tokenizer, text)
+    whole = tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            before, after = whole[:start], whole[start + len(bare) :]
+            if bare[: len(before)] == before:
+                before = []
+            if bare[len(bare) - len(after) :] == after:
+                after = []
+            return [*before, *bare, *after]
+    return whole
 
 
 def _encode_pieces(tokenizer, pieces: list[str]) -> list[list[int]]:

@@ -42,7 +42,8 @@ class PrepareConfig(Config):
     )
     device: str = Field("auto", description="where the target runs: auto, cpu, cuda, cuda:1")
     prompts: Path = Field(
-        SHIPPED_PROMPTS, description="JSONL of prompts or conversations; default: the shipped ones"
+        SHIPPED_PROMPTS,
+        description="JSONL of prompts, conversations or plain texts; default: the shipped prompts",
     )
     store: Path = Field(Path("runs/store"), description="folder of the feature store")
     limit: int | None = Field(
@@ -84,7 +85,7 @@ class PrepareConfig(Config):
     shard_tokens: int = Field(16384, ge=1, description="tokens of a shard; the unit of a rerun")
     batch_tokens: int = Field(4096, ge=1, description="padded tokens that the target reads at once")
     on_bad_row: Literal["stop", "skip"] = Field(
-        "stop", description="what to do at a line that is not a conversation"
+        "stop", description="what to do at a line that is no conversation or text"
     )
     overwrite: bool = Field(False, description="replace a store that other settings made")
 
@@ -118,12 +119,13 @@ def run(config: PrepareConfig) -> dict:
     clock, fates = Clock(), Counter()
     with clock.stage("read"):
         conversations = read_conversations(
-            config.prompts, config.regenerate, config.on_bad_row, fates
+            config.prompts, config.regenerate, config.on_bad_row, fates, texts=True
         )[: config.limit]
         _require_some(conversations, fates, config)
     with clock.stage("load"):
         target = Target.load(config.target, dtype=config.target_dtype, device=config.device)
-        require_template(target.tokenizer)
+        if any(conversation.text is None for conversation in conversations):
+            require_template(target.tokenizer)
         layers = _aux_layers(config, target)
         settings = _settings(config, target, layers, conversations)
     about = {"target": target.name, "source": config.prompts.name}

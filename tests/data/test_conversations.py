@@ -126,6 +126,47 @@ def test_first_line_may_carry_a_byte_order_mark(jsonl):
     assert len(read_conversations(path)) == 1
 
 
+def test_plain_texts_where_they_are_welcome(jsonl):
+    """Each once, known by its content, never to be answered; messages go before text."""
+    rows = [{"text": f"document {n}", "domain": "web"} for n in range(3)]
+    path = jsonl(*rows, rows[0], row("u:hi", "a:hello", text="ignored"), row("u:hello"))
+    for regenerate in (True, False, "auto"):
+        fates = Counter()
+        found = read_conversations(path, regenerate, fates=fates, texts=True)
+        assert fates["duplicate"] == 1
+        texts = [c for c in found if c.text is not None]
+        assert {c.text for c in texts} == {f"document {n}" for n in range(3)}
+        assert all(c.answered and c.domain == "web" and c.messages == () for c in texts)
+        assert all(c.id == c.prompt_id for c in texts)
+        others = [c for c in found if c.text is None]
+        assert len(others) == (1 if regenerate is False else 2)
+    assert [c.id for c in found] == sorted(c.id for c in found)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"text": 7}, "text is not a text \\(7\\)"),
+        ({"text": None}, "text is not a text"),
+        ({"text": "x", "domain": 1}, "domain has the wrong type"),
+        ({"texts": "x"}, 'expected {"messages": .* or {"text": …}'),
+        ({"messages": [], "text": "x"}, "has no messages"),
+    ],
+)
+def test_bad_text_names_its_line(jsonl, line, message):
+    path = jsonl({"text": "good"}, line)
+    with pytest.raises(SpectrainError, match=f"{path.name}:2: .*{message}"):
+        read_conversations(path, texts=True)
+    fates = Counter()
+    assert len(read_conversations(path, on_bad_row="skip", fates=fates, texts=True)) == 1
+    assert fates == {"bad-row": 1}
+
+
+def test_plain_text_is_no_prompt(jsonl):
+    with pytest.raises(SpectrainError, match=r":1: a plain text has nothing to answer"):
+        read_conversations(jsonl({"text": "x"}))
+
+
 @given(st.lists(st.text(max_size=20), min_size=1, max_size=6))
 def test_any_text_survives(tmp_path_factory, texts):
     """What comes out is what went in: no text is normalised, stripped or re-encoded."""

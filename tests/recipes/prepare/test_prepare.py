@@ -1,5 +1,6 @@
 """prepare as a whole: what comes out, and what is refused."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_every_dropped_row_is_counted(config, tmp_path):
             talk("long " * 100, "behind the limit"),
             talk("q", ""),
             talk("q", "cut", finish_reason="length"),
-            {"text": "no messages"},
+            {"words": "no messages"},
         ],
     )
     report = prepare.run(
@@ -94,6 +95,43 @@ def test_every_dropped_row_is_counted(config, tmp_path):
     assert sum(report["counts"]["rows"].values()) == 1
     text = prepare.render(report)
     assert "dropped: 1 bad-row, 1 duplicate, 1 empty-reply" in text
+
+
+def test_plain_texts_and_conversations_in_one_file(config, tmp_path, tiny):
+    """Texts are captured whole and never asked about, whatever `regenerate` says."""
+    rows = [{"text": f"{n} apples and a lazy dog " * (3 + n), "domain": "web"} for n in range(8)]
+    prompts = write(tmp_path / "mixed.jsonl", [*rows, prompt("q1"), prompt("q2"), rows[0]])
+    report = prepare.run(config(prompts=prompts, regenerate=True, max_length=70))
+    store = FeatureStore.open(config().store, verify=True)
+    found = [row for split in ("train", "heldout") for row in store.rows(split)]
+    texts = [row for row in found if row.domain == "web"]
+    assert len(texts) == 8
+    assert {row.domain for row in found} == {"web", "chat"}
+    assert report["counts"]["dropped"] == {"duplicate": 1}
+    for row in texts:
+        batch = store.batch([row])
+        assert row.temperature is None
+        assert batch.reply[0].tolist() == [0] + [1] * (row.length - 1)
+        assert "apples and a lazy dog" in tiny.tokenizer.decode(batch.tokens[0])
+        assert (batch.argmax[0, :-1] >= 0).all()
+    assert report["counts"]["truncated"] == sum(row.length == 70 for row in texts) > 0
+    assert prepare.run(config(prompts=prompts, regenerate=True, max_length=70))
+
+
+def test_plain_texts_need_no_template(config, tmp_path, tiny_path, monkeypatch):
+    """A base model's tokenizer has none: texts do, one conversation among them is refused."""
+    base = shutil.copytree(tiny_path, tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    monkeypatch.setattr(prepare, "complete", None)
+    rows = [{"text": f"document {n} of words"} for n in range(10)]
+    prompts = write(tmp_path / "texts.jsonl", rows)
+    report = prepare.run(config(target=str(base), prompts=prompts, heldout=0.5))
+    counts = report["counts"]["rows"]
+    assert counts["train"] + counts["heldout"] == 10
+    assert 0 < counts["heldout"] < 10
+    write(prompts, [*rows, talk("q", "a reply")])
+    with pytest.raises(SpectrainError, match="no chat template"):
+        prepare.run(config(target=str(base), prompts=prompts, store=tmp_path / "other"))
 
 
 def test_all_rows_dropped_is_an_error_with_the_reasons(config, tmp_path):
