@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,10 +11,14 @@ from hypothesis import strategies as st
 from tiny_models import SIZES, make_batch, make_head, random_rows, save_tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spectrain.core.batch import Batch, counted
+from spectrain.core.batch import Batch, Features, counted
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
+from spectrain.heads.eagle3 import Eagle3Options
+from spectrain.heads.io import load_head, save_head
+from spectrain.heads.losses import ROW_LOSSES
 from spectrain.heads.scoring import Teacher
+from spectrain.recipes import train
 
 # Weights large enough that the cap matters.
 GEMMA = SIZES | {"initializer_range": 1.0, "final_logit_softcapping": 4.0}
@@ -43,9 +49,11 @@ def pair(request, tiny, whole):
 
 def slow_objective(head, batch: Batch):
     """SPEC §3–4 spelled out: row by row, step by step, everything recomputed."""
-    config, layer, attention = head.config, head.midlayer, head.midlayer.self_attn
+    config, layers = head.config, [head.midlayer, *head.layers.values()]
     heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     readout = head.readout
+    own = config.embeddings == "own"
+    table = head.embed_tokens.weight if own else readout.embedding.weight
     ids = [i for i in range(config.vocab_size) if not head.reduced or head.t2d[i]]
     steps = config.steps
     loss = [torch.zeros(()) for _ in range(steps)]
@@ -62,41 +70,45 @@ def slow_objective(head, batch: Batch):
         a, b = x[:, :half], x[:, half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=1)
 
-    def merged(token, hidden):
-        embedding = readout.embedding.weight[token]
-        parts = norm(embedding, layer.input_layernorm), norm(hidden, layer.hidden_norm)
-        return torch.cat(parts)
-
-    def key_value(x, position):
-        key = rope((attention.k_proj.weight @ x).view(groups, size), position)
-        return key, (attention.v_proj.weight @ x).view(groups, size)
+    def through(token, hidden, position, visible):
+        """One row through all layers; its keys join those it sees: a list for each layer."""
+        for index, layer in enumerate(layers):
+            attention = layer.self_attn
+            if index == 0:
+                parts = norm(table[token], layer.input_layernorm), norm(hidden, layer.hidden_norm)
+                x = torch.cat(parts)
+            else:
+                x = norm(hidden, layer.input_layernorm)
+            key = rope((attention.k_proj.weight @ x).view(groups, size), position)
+            visible[index].append((key, (attention.v_proj.weight @ x).view(groups, size)))
+            query = rope((attention.q_proj.weight @ x).view(heads, size), position)
+            out = []
+            for h in range(heads):
+                g = h // (heads // groups)
+                scores = torch.stack([query[h] @ key[g] / size**0.5 for key, _ in visible[index]])
+                values = torch.stack([value[g] for _, value in visible[index]])
+                out.append(scores.softmax(0) @ values)
+            hidden = hidden + attention.o_proj.weight @ torch.cat(out)
+            x = norm(hidden, layer.post_attention_layernorm)
+            gate = torch.nn.functional.silu(layer.mlp.gate_proj.weight @ x)
+            hidden = hidden + layer.mlp.down_proj.weight @ (gate * (layer.mlp.up_proj.weight @ x))
+        return hidden
 
     for b in range(len(batch.tokens)):
         tokens, reply = batch.tokens[b].tolist(), batch.reply[b].tolist()
         fused = [head.fc.weight @ a for a in batch.aux[b]]
-        step0 = [key_value(merged(tokens[t + 1], fused[t]), t) for t in range(len(tokens) - 1)]
-        for t in range(len(tokens)):
-            hidden, own = fused[t], []
+        prefix = [[] for _ in layers]  # step-0 keys of the positions before t
+        for t in range(len(tokens) - 1):
+            hidden = fused[t]
+            visible = [list(keys) for keys in prefix]
             for k in range(steps):
-                if not counts_slowly(reply, t, k):
+                if k and not counts_slowly(reply, t, k):
                     break
-                x = merged(tokens[t + 1 + k], hidden)
-                if k:
-                    own.append(key_value(x, t + k))
-                query = rope((attention.q_proj.weight @ x).view(heads, size), t + k)
-                seen_rows = step0[: t + 1] + own
-                out = []
-                for h in range(heads):
-                    g = h // (heads // groups)
-                    scores = torch.stack([query[h] @ key[g] / size**0.5 for key, _ in seen_rows])
-                    values = torch.stack([value[g] for _, value in seen_rows])
-                    out.append(scores.softmax(0) @ values)
-                hidden = hidden + attention.o_proj.weight @ torch.cat(out)
-                x = norm(hidden, layer.post_attention_layernorm)
-                gate = torch.nn.functional.silu(layer.mlp.gate_proj.weight @ x)
-                hidden = hidden + layer.mlp.down_proj.weight @ (
-                    gate * (layer.mlp.up_proj.weight @ x)
-                )
+                hidden = through(tokens[t + 1 + k], hidden, t + k, visible)
+                if k == 0:
+                    prefix = [list(keys) for keys in visible]
+                    if not counts_slowly(reply, t, 0):
+                        break
                 logits = head.lm_head.weight @ norm(hidden, head.norm)
                 teacher = readout.weight @ batch.last[b, t + 1 + k]
                 best = int(teacher.argmax())
@@ -104,20 +116,15 @@ def slow_objective(head, batch: Batch):
                 hits[k] += ids[int(logits.argmax())] == best
                 if best in ids:
                     target = teacher[ids].softmax(0)
-                    loss[k] = loss[k] - (target * logits.log_softmax(0)).sum()
+                    row_loss = ROW_LOSSES[config.loss](logits[None], target[None])
+                    loss[k] = loss[k] + row_loss[0]
                     count[k] += 1
     return torch.stack(loss), count, hits, seen
 
 
-def test_objective_and_gradients_equal_the_slow_reference(pair):
-    tiny, draft_vocab = pair
-    head = make_head(tiny, steps=3, draft_vocab=draft_vocab)
-    generator = torch.Generator().manual_seed(8)
-    tokens, reply = random_rows(generator)
-    batch = make_batch(tiny, head, tokens, reply)
+def require_equal_to_slow_code(head, batch):
     weights = torch.tensor(head.weights(0.0))
-    assert weights.tolist() == pytest.approx([1, 0.8, 0.64])
-
+    assert weights.tolist() == pytest.approx([0.8**k for k in range(head.config.steps)])
     fast = head.objective(batch)
     (fast.loss * weights).sum().backward()
     gradients = {n: p.grad.clone() for n, p in head.named_parameters() if p.grad is not None}
@@ -134,6 +141,35 @@ def test_objective_and_gradients_equal_the_slow_reference(pair):
         torch.testing.assert_close(
             gradients[name], parameter.grad, atol=2e-4, rtol=2e-3, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_objective_and_gradients_equal_the_slow_reference(pair):
+    tiny, draft_vocab = pair
+    head = make_head(tiny, steps=3, draft_vocab=draft_vocab)
+    tokens, reply = random_rows(torch.Generator().manual_seed(8))
+    require_equal_to_slow_code(head, make_batch(tiny, head, tokens, reply))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers": 2},
+        {"layers": 3, "aux_layers": (3,), "embeddings": "own"},
+        {"aux_layers": (0, 1, 2, 3), "loss": "lk_alpha"},
+        {"embeddings": "own", "loss": "lk_lambda"},
+        {"layers": 2, "loss": "tv"},
+        {"loss": "reverse_kl"},
+    ],
+    ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
+)
+def test_every_variant_equals_the_slow_reference(tiny, options):
+    head = make_head(tiny, steps=3, **options)
+    # Smaller weights than elsewhere: through three layers rounding would grow with them.
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.mul_(0.7)
+    tokens, reply = random_rows(torch.Generator().manual_seed(8))
+    require_equal_to_slow_code(head, make_batch(tiny, head, tokens[:1], reply[:1]))
 
 
 def test_six_tokens_by_hand(tiny):
@@ -195,9 +231,105 @@ def test_frozen_lm_head_is_frozen(tiny):
     assert head.fc.weight.requires_grad
 
 
-def test_impossible_aux_layers_are_refused(tiny):
-    with pytest.raises(SpectrainError, match="aux_layers"):
-        make_head(tiny, aux_layers=(0, 2, 9))
+@pytest.mark.parametrize("layers", [(0, 2, 9), (-1, 2), (2, 1), (1, 1), (4,)])
+def test_impossible_aux_layers_are_refused(tiny, layers):
+    with pytest.raises(SpectrainError, match=r"aux_layers.*are not ascending layers of 0"):
+        make_head(tiny, aux_layers=layers)
+
+
+@pytest.mark.parametrize("bad", [{"steps": 0}, {"aux_layers": []}, {"layers": 0}, {"loss": "kl"}])
+def test_impossible_options_are_one_line(bad):
+    (key,) = bad
+    with pytest.raises(SpectrainError, match=f"head.{key}: .* refused") as caught:
+        train._options(Eagle3Options, train.TrainConfig(head=bad))
+    assert "\n" not in str(caught.value)
+
+
+LAYER = {
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+}
+
+
+def test_names_are_those_of_the_published_layout(tiny):
+    """One layer has the names every engine knows; more of them are added behind it."""
+    one = {f"midlayer.{name}" for name in LAYER} | {"midlayer.hidden_norm.weight"}
+    one |= {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+    assert make_head(tiny).state_dict().keys() == one
+    further = {f"layers.{i}.{name}" for i in (1, 2) for name in LAYER}
+    assert make_head(tiny, layers=3).state_dict().keys() == one | further
+    own = make_head(tiny, embeddings="own").state_dict()
+    assert own.keys() == one | {"embed_tokens.weight"}
+    assert own["embed_tokens.weight"].shape == (tiny.vocab_size, tiny.hidden_size)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_any_number_of_auxiliary_layers(tiny, count):
+    """Whatever their number, a new head passes the highest one on."""
+    layers = (0, 1, 2, 3)[-count:]
+    head = make_head(tiny, wild=False, aux_layers=layers)
+    assert head.needs.aux_layers == layers
+    features = tiny.forward(torch.randint(3, 380, (1, 9)), aux_layers=layers)
+    torch.testing.assert_close(head.read(features), features.aux[..., -tiny.hidden_size :])
+
+
+@torch.no_grad()
+def test_several_layers_start_as_the_target_s_last_ones(tiny):
+    """Fed with a hidden state alone (no embedding), the stack computes what those layers do."""
+    head = make_head(tiny, wild=False, layers=2, aux_layers=(1,))
+    assert torch.equal(head.midlayer.mlp.up_proj.weight, tiny.decoder.layers[-2].mlp.up_proj.weight)
+    for layer in head.stack:
+        if layer is head.midlayer:
+            layer.input_layernorm.weight.zero_()
+    tokens = torch.randint(3, 380, (1, 9))
+    features = tiny.forward(tokens, aux_layers=(1,))
+    # The target's layers 2 and 3 over the output of layer 1 and the final norm are its last state.
+    state = head.start(1, 16)
+    head.begin(state, torch.cat([tokens, tokens[:, :1]], 1), features, torch.tensor([9]))
+    torch.testing.assert_close(
+        head.norm(state.hidden[:, 0]), features.last[:, -1], atol=1e-4, rtol=1e-4
+    )
+
+
+def test_own_embeddings_start_as_the_target_s(tiny):
+    head = make_head(tiny, wild=False, embeddings="own")
+    assert head.embed_tokens.weight.requires_grad
+    ids = torch.tensor([[5, 391]])
+    assert torch.equal(head.embed(ids), tiny.readout.embed(ids))
+    assert head.embed_tokens.weight.data_ptr() != tiny.readout.embedding.weight.data_ptr()
+
+
+def test_feature_noise_in_training_alone(tiny):
+    """Uniform, in parts of each layer's own size at each position."""
+    tokens, reply = random_rows(torch.Generator().manual_seed(2))
+    head = make_head(tiny, feature_noise=0.5)
+    batch = make_batch(tiny, head, tokens, reply)
+    quiet = head.objective(batch).loss
+    assert torch.equal(head.objective(batch).loss, quiet)
+    torch.manual_seed(1)
+    assert not torch.equal(head.train().objective(batch).loss, quiet)
+    plain = make_head(tiny).train()
+    assert torch.equal(plain.objective(batch).loss, quiet)
+
+    aux = torch.ones(1, 50, 3 * 48)
+    aux[..., 48:96] = -20.0
+    noise = (head.disturb(Features(batch.last, aux)).aux - aux).unflatten(-1, (3, 48))
+    for part, size in enumerate((1.0, 20.0, 1.0)):
+        widest = 0.5 * size
+        assert 0.99 * widest < noise[..., part, :].abs().max() <= widest * (1 + 1e-4)
+
+
+def test_a_config_written_before_there_were_these_options_loads(tiny, tmp_path):
+    head = make_head(tiny)
+    save_head(head, tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    config = json.loads(path.read_text())
+    for name in ("layers", "embeddings", "loss", "feature_noise"):
+        del config[name]
+    path.write_text(json.dumps(config))
+    assert load_head(tmp_path / "head").config == head.config
 
 
 @pytest.mark.parametrize(
