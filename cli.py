@@ -488,8 +488,18 @@ def _train(
                 where="family",
                 fix="use that family's command or another --config",
             )
-        if value is not None or named is None:
-            flags |= kinds[value or default]
+        chosen = kinds[value or default] if value is not None or named is None else {}
+        mode = chosen.pop("trunk.mode", None)
+        flags |= chosen
+        if mode is not None and "mode" not in found.trunk.model_fields_set:
+            flags["trunk.mode"] = mode
+        elif value is not None and mode and (mode == "frozen") == found.trunk.trained:
+            raise SpectrainError(
+                f"--{flag} {value} does not go with trunk.mode = {found.trunk.mode!r} of the "
+                "configuration",
+                where="trunk.mode",
+                fix="leave out one of them",
+            )
     _run("train", "train", "TrainConfig", file, overrides, flags, json)
 
 

@@ -44,6 +44,12 @@ def resolve(name: str) -> str:
     return name
 
 
+def lasting_name(name: str) -> str:
+    """`name`, a folder as its absolute path: what leads to the target from any folder."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if name not in EMBEDDED and path.exists() else name
+
+
 def fetch(name: str) -> str:
     """Put an embedded target into the cache and return its folder.
 

@@ -3,6 +3,7 @@
 out/checkpoints/step-…   what a run that was interrupted goes on from
 out/metrics.jsonl        one row for each logged step
 out/head/                the result: weights, config, provenance, training curve
+out/target/, out/adapter/   the target, where it was trained along: as a model, or as an adapter
 out/report.json          the report; with it the run is finished
 """
 
@@ -18,11 +19,12 @@ import torch
 from accelerate import Accelerator
 from pydantic import BaseModel, Field, ValidationError
 
-from spectrain.core.batch import counted
+from spectrain.core.batch import Batch, counted
 from spectrain.core.config import nearest
 from spectrain.core.environment import describe, peak_rss_mb
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import disk_errors, read_json, sha256_file, write_json
+from spectrain.core.models import lasting_name
 from spectrain.core.provenance import provenance
 from spectrain.core.target import Target
 from spectrain.data.shard import RowInfo
@@ -35,12 +37,13 @@ from spectrain.trainer.checkpoint import FOLDER, require_same
 from spectrain.trainer.launch import start_all
 from spectrain.trainer.loop import Data, State, train
 from spectrain.trainer.metrics import METRICS, acceptance, read_metrics
+from spectrain.trainer.quality import perplexity, reply_loss
 from spectrain.trainer.settings import FREE_TO_CHANGE, TrainerSettings
 from spectrain.trainer.tracking import make_accelerator, start_trackers
+from spectrain.trainer.trunk import ADAPTER, TARGET, JointHead, from_scratch
 
 REPORT = "report.json"
 HEAD = "head"
-TARGET, ADAPTER = "target", "adapter"  # of runs that train the target along
 FINAL_SHARE = 0.1  # the report's loss and acceptance are means over this last part of the run
 
 
@@ -100,8 +103,18 @@ def run(config: TrainConfig) -> dict[str, Any]:
             return finished
 
         torch.manual_seed(config.seed)
-        head = _head(kind, options, settings, store, accelerator)
-        before = digests(head)
+        target = _target(settings, store, accelerator)
+        head: DraftHead | JointHead = _head(kind, options, settings, target, store)
+        if settings.trunk.trained:
+            quality = [_reply_loss(target, store, accelerator)]
+            head = JointHead(head, target, settings.trunk)
+            if settings.trunk.first:  # the processes wait for no gradient of what still rests
+                accelerator.ddp_handler.find_unused_parameters = True
+        else:
+            del target  # its readout is all that is needed from here on
+            gc.collect()
+        watched = head.everything() if settings.trunk.trained else head
+        before = digests(watched)
         start_trackers(accelerator, identity, config.out)
         data = Data(
             lengths=[row.length for row in rows],
@@ -111,11 +124,17 @@ def run(config: TrainConfig) -> dict[str, Any]:
             ),
         )
         state = train(head, data, settings, accelerator, config.out, identity, config.extend)
-        require_changes(head, before, str(config.out))
+        require_changes(watched, before, str(config.out))
         accelerator.wait_for_everyone()  # the metrics are complete
         report = _report(settings, state, store, accelerator)
         trained = [value for value in head.parameters() if value.requires_grad]
         report["trained_parameters"] = sum(value.numel() for value in trained)
+        if settings.trunk.trained:
+            quality.append(_reply_loss(target, store, accelerator))
+            report |= _about_trunk(settings, quality)
+            if main:
+                head.save_trunk(config.out, lasting_name(settings.target))
+            head = head.head
         if main:
             extra = {
                 "provenance.json": provenance(
@@ -123,7 +142,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
                 ),
                 "training.json": {"report": report, "curve": read_metrics(config.out)},
             }
-            save_head(accelerator.unwrap_model(head), config.out / HEAD, extra)
+            save_head(head, config.out / HEAD, extra)
             write_json(config.out / REPORT, {"report": report, "config": identity})
         accelerator.wait_for_everyone()
         return report
@@ -204,27 +223,42 @@ def _finished(settings: TrainConfig, identity: dict[str, Any]) -> dict[str, Any]
 
 def _clear(out: Path) -> None:
     """Remove an earlier run, and nothing else that may lie in the folder."""
-    for name in (FOLDER, HEAD):
+    for name in (FOLDER, HEAD, TARGET, ADAPTER):
         shutil.rmtree(out / name, ignore_errors=True)
     for name in (METRICS, REPORT):
         (out / name).unlink(missing_ok=True)
+
+
+def _target(settings: TrainConfig, store: FeatureStore, accelerator: Accelerator) -> Target:
+    """The target that the store was prepared with, or a new one of its shape."""
+    trunk = settings.trunk
+    if trunk.trained and (settings.steps - 1) / settings.steps < trunk.first:
+        raise SpectrainError(
+            f"with trunk.heads_first {trunk.first:g} of {settings.steps} steps none is left for "
+            "the target itself",
+            where="trunk.heads_first",
+            fix="train more steps or choose a smaller share",
+        )
+    # What is trained is kept in float32, whatever the products are made in.
+    exact = settings.mixed_precision == "no" or trunk.trained
+    target = Target.load(
+        settings.target,
+        dtype="float32" if exact else "auto",
+        device=str(accelerator.device),
+        pack_weights=False,
+    )
+    store.require_target(target.fingerprint)
+    return from_scratch(target) if trunk.mode == "scratch" else target
 
 
 def _head(
     kind: type[DraftHead],
     options: BaseModel,
     settings: TrainConfig,
+    target: Target,
     store: FeatureStore,
-    accelerator: Accelerator,
 ) -> DraftHead:
-    """A head bound to its target. Only the target's readout outlives this function."""
-    target = Target.load(
-        settings.target,
-        dtype="float32" if settings.mixed_precision == "no" else "auto",
-        device=str(accelerator.device),
-        pack_weights=False,
-    )
-    store.require_target(target.fingerprint)
+    """A head bound to its target."""
     if settings.init is None:
         head = kind.create(options, target, store.token_counts("train", target.vocab_size))
     else:
@@ -237,29 +271,67 @@ def _head(
             )
         head.check_target(target, str(settings.init))
         head.bind(target.readout)
-    store.require_features(head.needs.aux_layers, head.needs.last_everywhere)
-    del target
-    gc.collect()
+    if not settings.trunk.trained:  # else they are made anew at every step
+        store.require_features(head.needs.aux_layers, head.needs.last_everywhere)
     return head.float()
+
+
+def _reply_loss(
+    target: Target, store: FeatureStore, accelerator: Accelerator
+) -> tuple[int, float | None]:
+    """Held-out reply tokens, and their mean negative log-likelihood under the target."""
+    rows = store.rows("heldout")
+
+    def load(places: list[int]) -> Batch:
+        return store.batch([rows[place] for place in places], with_aux=False)
+
+    return reply_loss(target, [row.length for row in rows], load, accelerator)
+
+
+def _about_trunk(settings: TrainConfig, quality: list[tuple[int, float | None]]) -> dict[str, Any]:
+    """What a report says of a target that was trained along; quality: before and after."""
+    (tokens, before), (_, after) = quality
+    folder = ADAPTER if settings.trunk.mode == "lora" else TARGET
+    return {
+        "trunk": settings.trunk.mode,
+        "tuned_target": str(settings.out / folder),
+        "quality": {
+            "heldout_tokens": tokens,
+            "loss_before": before,
+            "loss_after": after,
+            "perplexity_before": perplexity(before),
+            "perplexity_after": perplexity(after),
+        },
+    }
 
 
 def render(report: dict[str, Any]) -> str:
     """What a person reads: where the head is, what it cost, how it did on its training data."""
     accepted = " ".join("–" if a is None else f"{a:.2f}" for a in report["acceptance"])
     loss = "–" if report["loss"] is None else f"{report['loss']:.3f}"
-    return "\n".join(
-        [
-            f"head {report['head']} ({report['family']} for {report['target']})",
-            f"{report['steps']:,} steps, {report['supervised_tokens']:,} reply tokens in "
-            f"{report['seconds']:,.0f} s ({report['tokens_per_second']:,.0f} tokens/s, "
-            f"{report['processes']} process{'es' if report['processes'] > 1 else ''}), "
-            f"{report['skipped_steps']} steps skipped, peak memory "
-            f"{report['peak_rss_mb'] / 1e3:.1f} GB",
-            f"last tenth of the run, on training data: loss {loss}, greedy acceptance by "
-            f"position {accepted}",
-            "what it is worth: spectrain eval-alpha on held-out rows",
+    lines = [
+        f"head {report['head']} ({report['family']} for {report['target']})",
+        f"{report['steps']:,} steps, {report['supervised_tokens']:,} reply tokens in "
+        f"{report['seconds']:,.0f} s ({report['tokens_per_second']:,.0f} tokens/s, "
+        f"{report['processes']} process{'es' if report['processes'] > 1 else ''}), "
+        f"{report['skipped_steps']} steps skipped, peak memory "
+        f"{report['peak_rss_mb'] / 1e3:.1f} GB",
+        f"last tenth of the run, on training data: loss {loss}, greedy acceptance by "
+        f"position {accepted}",
+    ]
+    if "tuned_target" in report:
+        quality, own = report["quality"], f"--target {report['tuned_target']}"
+        shown = ["–" if v is None else f"{v:.3f}" for k, v in quality.items() if "perplex" in k]
+        lines += [
+            f"target trained along ({report['trunk']}): {report['tuned_target']}; the head drafts "
+            "for it alone",
+            f"perplexity of {quality['heldout_tokens']:,} held-out reply tokens: {shown[0]} "
+            f"before, {shown[1]} after",
+            f"what it is worth: spectrain prepare {own} to another --store, then eval-alpha {own}",
         ]
-    )
+    else:
+        lines.append("what it is worth: spectrain eval-alpha on held-out rows")
+    return "\n".join(lines)
 
 
 def _report(
@@ -283,7 +355,8 @@ def _report(
         "seconds": round(state.seconds, 3),
         "tokens_per_second": round(state.supervised / state.seconds, 1),
         "loss": sum(losses) / len(losses) if losses else None,
-        "acceptance": acceptance(hits, seen),
+        # The first term of a joint training is the trunk's, which drafts nothing.
+        "acceptance": acceptance(hits, seen)[1 if settings.trunk.trained else 0 :],
         "skipped_steps": state.skipped,
         "processes": accelerator.num_processes,
         "peak_rss_mb": round(peak_rss_mb(), 1),

@@ -96,6 +96,7 @@ def train(
             torch.manual_seed(order.mixed_seed(settings.seed, step, rank))
             rate = optim.factor(settings.schedule, step, steps, settings.warmup)
             optim.set_rate(parts, rate)
+            optim.rest(parts, step / steps)
             weights = head.weights(step / steps)
 
             # The data, and how much of it counts.

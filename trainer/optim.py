@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,16 +15,23 @@ from spectrain.trainer.muon import Muon
 from spectrain.trainer.settings import TrainerSettings
 
 BETAS = (0.9, 0.95)
+TRUNK = "trunk."  # names of the tensors of a target that is trained along
 WSD_DECAY = 0.2  # share of the steps over which "wsd" falls to 0
 
 
 @dataclass
 class Part:
-    """One optimiser, its highest rate, and the names of its parameters in its own order."""
+    """One optimiser, its highest rate, the names of its parameters in its own order, and the share
+    of the training in which it still rests."""
 
     optimizer: Optimizer
     lr: float
     names: list[str]
+    rests: float = 0.0
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [value for group in self.optimizer.param_groups for value in group["params"]]
 
 
 def build(head: nn.Module, settings: TrainerSettings, tables: Iterable[int]) -> dict[str, Part]:
@@ -35,15 +42,44 @@ def build(head: nn.Module, settings: TrainerSettings, tables: Iterable[int]) -> 
     Raises SpectrainError when nothing is trainable.
     """
     trainable = {name: value for name, value in head.named_parameters() if value.requires_grad}
-    matrices = {name: value for name, value in trainable.items() if value.ndim >= 2}
+    embeddings = {id(m.weight) for m in head.modules() if isinstance(m, nn.Embedding)}
+    sizes = set(tables)
+
+    def mapped(value: Tensor) -> bool:
+        return value.ndim == 2 and value.shape[0] not in sizes and id(value) not in embeddings
+
+    trunk = settings.trunk
+    if trunk.trained:
+        tuned = {name: value for name, value in trainable.items() if name.startswith(TRUNK)}
+        trainable = {name: value for name, value in trainable.items() if name not in tuned}
+        share = trunk.share(settings.lr)
+        parts = _parts(tuned, settings, mapped, share, "trunk-", trunk.first)
+    else:
+        parts = {}
+    parts |= _parts(trainable, settings, mapped)
+    if not parts:
+        raise SpectrainError("the head has no trainable tensor", fix="unfreeze a part of it")
+    return parts
+
+
+def _parts(
+    trainable: dict[str, nn.Parameter],
+    settings: TrainerSettings,
+    mapped: Callable[[Tensor], bool],
+    share: float = 1.0,
+    prefix: str = "",
+    rests: float = 0.0,
+) -> dict[str, Part]:
+    """Optimisers of some tensors, at `share` of the rates; mapped: what muon may have."""
     parts: dict[str, Part] = {}
+    matrices = {name: value for name, value in trainable.items() if value.ndim >= 2}
     if settings.optimizer == "muon":
-        sizes = set(tables)
-        mapped = {n: p for n, p in matrices.items() if p.ndim == 2 and p.shape[0] not in sizes}
-        if mapped:
-            muon = Muon(mapped.values(), lr=settings.matrix_lr, weight_decay=settings.weight_decay)
-            parts["muon"] = Part(muon, settings.matrix_lr, list(mapped))
-        trainable = {name: value for name, value in trainable.items() if name not in mapped}
+        own = {name: value for name, value in matrices.items() if mapped(value)}
+        if own:
+            lr = settings.matrix_lr * share
+            muon = Muon(own.values(), lr=lr, weight_decay=settings.weight_decay)
+            parts[f"{prefix}muon"] = Part(muon, lr, list(own), rests)
+        trainable = {name: value for name, value in trainable.items() if name not in own}
     if trainable:
         decayed = {name: value for name, value in trainable.items() if name in matrices}
         plain = {name: value for name, value in trainable.items() if name not in matrices}
@@ -53,14 +89,20 @@ def build(head: nn.Module, settings: TrainerSettings, tables: Iterable[int]) -> 
         ]
         adamw = AdamW(
             [group for group in groups if group["params"]],
-            lr=settings.lr,
+            lr=settings.lr * share,
             betas=BETAS,
             fused=all(value.device.type in ("cpu", "cuda") for value in trainable.values()),
         )
-        parts["adamw"] = Part(adamw, settings.lr, [*decayed, *plain])
-    if not parts:
-        raise SpectrainError("the head has no trainable tensor", fix="unfreeze a part of it")
+        parts[f"{prefix}adamw"] = Part(adamw, settings.lr * share, [*decayed, *plain], rests)
     return parts
+
+
+def rest(parts: dict[str, Part], progress: float) -> None:
+    """Leave out of this step what still rests: a tensor that asks for no gradient costs none, and
+    without one no optimiser touches it."""
+    for part in parts.values():
+        for value in part.parameters:
+            value.requires_grad_(progress >= part.rests)
 
 
 def factor(schedule: str, step: int, steps: int, warmup: float) -> float:

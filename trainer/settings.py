@@ -13,13 +13,77 @@ DEFAULT_EPOCHS = 4.0
 
 
 class TrunkSettings(Config):
-    """Whether and how the target itself is trained along with the head."""
+    """Whether and how the target itself (the heads' trunk) is trained along with the head.
+
+    Defaults as in Medusa-2 (arXiv 2401.10774): λ0, two stages, rates of 4 to 1, self-distillation,
+    rank and alpha.
+    """
 
     mode: Literal["frozen", "lora", "full", "scratch"] = Field(
         "frozen",
         description="frozen: the head alone; lora or full: the target is tuned along; scratch: a "
-        "new model of the target's shape",
+        "new model of the target's shape, trained on the store's replies alone",
     )
+    loss: Literal["distil", "text"] | None = Field(
+        None,
+        description="distil: stay close to the original target, for replies of its own (default of "
+        "lora and full); text: next-token cross-entropy on the replies (default of scratch)",
+    )
+    heads_weight: float | None = Field(
+        None,
+        gt=0,
+        description="weight of the heads' loss beside the trunk's; default: the family's (medusa "
+        "0.2; 1 where the family's own terms are weighed already)",
+    )
+    heads_first: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="share of the steps before the trunk begins to learn; default 0.25, scratch 0",
+    )
+    ramp: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the steps, from where the trunk begins to learn, over which the "
+        "heads' weight rises to heads_weight",
+    )
+    lr: float | None = Field(
+        None,
+        gt=0,
+        description="highest learning rate of the trunk (of muon: matrix_lr in the same "
+        "proportion); default: a quarter of lr, scratch: lr",
+    )
+    rank: int = Field(32, ge=1, description="rank of the LoRA matrices")
+    alpha: float = Field(16, gt=0, description="LoRA scale: the update is weighed alpha / rank")
+    targets: list[str] | None = Field(
+        None,
+        description="names of the layers with LoRA, e.g. [q_proj, v_proj]; default: all linear "
+        "layers of the decoder",
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.mode == "scratch" and self.loss == "distil":
+            raise ValueError("trunk.loss distil needs a target to stay close to, scratch has none")
+        return self
+
+    @property
+    def trained(self) -> bool:
+        return self.mode != "frozen"
+
+    @property
+    def first(self) -> float:
+        """Share of the steps in which the heads learn alone."""
+        if self.heads_first is not None:
+            return self.heads_first
+        return 0.25 if self.mode in ("lora", "full") else 0.0
+
+    def share(self, lr: float) -> float:
+        """The trunk's learning rate as a share of the heads' rate `lr`."""
+        if self.lr is not None:
+            return self.lr / lr
+        return 1.0 if self.mode == "scratch" else 0.25
 
 
 class TrainerSettings(Config):

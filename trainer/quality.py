@@ -1,0 +1,58 @@
+"""How well a target predicts the replies of held-out rows: its perplexity on their tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+
+from spectrain.core.batch import Batch, predicting
+from spectrain.core.target import Target
+from spectrain.heads.scoring import next_tokens
+
+_BATCH_TOKENS = 2048  # padded tokens of a batch, unless one row alone is longer
+_LOGITS = 1 << 24  # float32 logits that exist at a time
+
+
+@torch.no_grad()
+def reply_loss(
+    target: Target,
+    lengths: Sequence[int],
+    load: Callable[[list[int]], Batch],
+    accelerator: Accelerator,
+) -> tuple[int, float | None]:
+    """Reply tokens of some rows, and their mean negative log-likelihood (None without any).
+
+    lengths: tokens of each row; load: some rows as a batch. The processes share the rows.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=target.device)
+    size = max(1, _LOGITS // target.vocab_size)
+    mine = range(accelerator.process_index, len(lengths), accelerator.num_processes)
+    for part in _by_length(sorted(mine, key=lambda row: lengths[row]), lengths):
+        batch = load(part).to(target.device)
+        rows = predicting(batch.reply)
+        states, labels = target.forward(batch.tokens).last[rows], next_tokens(batch)[rows]
+        for state, label in zip(states.split(size), labels.split(size), strict=True):
+            total[0] += len(label)
+            total[1] += F.cross_entropy(target.logits(state).float(), label, reduction="sum")
+    tokens, loss = accelerator.reduce(total, "sum").tolist()
+    return int(tokens), loss / tokens if tokens else None
+
+
+def perplexity(loss: float | None) -> float | None:
+    """exp of a mean negative log-likelihood; None where it is no number."""
+    return None if loss is None or not loss < 700 else math.exp(loss)
+
+
+def _by_length(rows: list[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Rows, shortest first, in batches of at most _BATCH_TOKENS padded tokens (or one row)."""
+    parts: list[list[int]] = []
+    for row in rows:
+        if parts and (len(parts[-1]) + 1) * lengths[row] <= _BATCH_TOKENS:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return parts
