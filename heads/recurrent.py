@@ -137,7 +137,7 @@ class RecurrentHead(DraftHead):
 
         tokens = batch.tokens.flatten()
         row_end = anchors.flat - anchors.position + length - 1
-        hidden, x = (rows.flatten(0, 1)[anchors.flat] for rows in (residual, x))
+        hidden, x = (rows.flatten(0, 1).index_select(0, anchors.flat) for rows in (residual, x))
         for step in range(steps):
             if step:
                 fed = tokens[torch.minimum(anchors.flat + 1 + step, row_end)]
