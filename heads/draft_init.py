@@ -67,16 +67,15 @@ def layers_of(target: Any, count: int) -> nn.Module:
             content[key] = [value[layer] for layer in chosen]
     content["num_hidden_layers"] = count
     model = build(content)
-    problems = model.get_decoder().load_state_dict(
-        _renumbered(target.decoder.state_dict(), chosen), strict=False
-    )
-    if problems.missing_keys or problems.unexpected_keys:
-        names = ", ".join([*problems.missing_keys, *problems.unexpected_keys][:3])
+    try:
+        model.get_decoder().load_state_dict(_renumbered(target.decoder.state_dict(), chosen))
+    except RuntimeError as error:  # layers that differ in ways their config does not tell by layer
         raise SpectrainError(
-            f"the target cannot be cut into a model of {count} layers ({names})",
+            f"the target cannot be cut into a model of {count} layers "
+            f"({str(error).splitlines()[-1].strip()})",
             where="head.layers",
             fix="give a draft model of its own as head.model",
-        )
+        ) from None
     model.get_output_embeddings().load_state_dict(target.model.get_output_embeddings().state_dict())
     return model
 
@@ -105,4 +104,8 @@ def _told_at(where: str) -> Iterator[None]:
     try:
         yield
     except SpectrainError as error:
-        raise type(error)(error.what, where=where, fix=error.fix) from error
+        raise type(error)(
+            f"not usable as a draft model: {error.what}",
+            where=where,
+            fix="give a causal language model by folder or name",
+        ) from error

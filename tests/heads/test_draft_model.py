@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -423,12 +424,46 @@ def test_impossible_options(tiny):
         DraftOptions(model="a", layers=2)
 
 
-@pytest.mark.parametrize("name", ["nowhere", "runs/nowhere"])
-def test_a_name_that_leads_nowhere_is_one_line(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SpectrainError, match=f"^{name}: ") as caught:
-        load_head(tmp_path.__class__(name))
+def test_a_target_that_cannot_be_cut_is_one_line(tiny, monkeypatch):
+    strange = copy.copy(tiny)
+    strange.decoder = copy.deepcopy(tiny.decoder)
+    strange.decoder.layers[3].extra = torch.nn.Linear(2, 2)
+    with pytest.raises(SpectrainError, match=r"cannot be cut .*extra.*head\.model") as caught:
+        create(strange, "draft", layers=4)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "no head here"),
+        ("runs/nowhere", "not usable as a draft model: cannot load"),
+        ("./runs/deep/nowhere", "no head here"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_one_line(name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpectrainError, match=message) as caught:
+        load_head(Path(name))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "owner/name"])
+def test_a_name_is_taken_for_a_model_where_there_is_no_such_folder(
+    name, tmp_path, monkeypatch, tokenizer, tiny
+):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    real = Target.load
+    folder = str(folder_of(tmp_path, tokenizer))
+    monkeypatch.setattr(
+        Target, "load", lambda asked_for, **more: asked.append(asked_for) or real(folder, **more)
+    )
+    assert load_head(Path(name)).family == "draft"
+    assert asked == [name]
+    save_head(create(tiny, "draft"), tmp_path / name)
+    assert load_head(Path(name)).decoder.config.num_hidden_layers == 2
+    assert asked == [name]
 
 
 def test_a_config_that_cannot_be_built_is_one_line(tiny, tmp_path):
