@@ -1,0 +1,96 @@
+"""What a training run reports: for a file, and for a person."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accelerate import Accelerator
+
+from spectrain.core.environment import describe, peak_rss_mb
+from spectrain.data.store import FeatureStore
+from spectrain.trainer.loop import State
+from spectrain.trainer.metrics import acceptance, read_metrics
+from spectrain.trainer.quality import perplexity
+from spectrain.trainer.trunk import ADAPTER, TARGET
+
+if TYPE_CHECKING:
+    from spectrain.recipes.train import TrainConfig
+
+HEAD = "head"
+FINAL_SHARE = 0.1  # the report's loss and acceptance are means over this last part of the run
+
+
+def make_report(
+    settings: TrainConfig, state: State, store: FeatureStore, accelerator: Accelerator
+) -> dict[str, Any]:
+    """Counts, speed, and the means over the last part of the run (on training data)."""
+    rows = read_metrics(settings.out)
+    first = (1 - FINAL_SHARE) * settings.steps
+    last = [row for row in rows if row["step"] > first]
+    losses = [row["loss"] for row in last if row["loss"] is not None]
+    # A row whose steps were all skipped has no entries.
+    hits = [sum(column) for column in zip(*(r["hits"] for r in last if r["hits"]), strict=True)]
+    seen = [sum(column) for column in zip(*(r["seen"] for r in last if r["seen"]), strict=True)]
+    return {
+        "target": settings.target,
+        "family": settings.family,
+        "head": str(settings.out / HEAD),
+        "store": store.manifest["fingerprint"],
+        "steps": state.step,
+        "supervised_tokens": state.supervised,
+        "seconds": round(state.seconds, 3),
+        "tokens_per_second": round(state.supervised / state.seconds, 1),
+        "loss": sum(losses) / len(losses) if losses else None,
+        # The first term of a joint training is the trunk's, which drafts nothing.
+        "acceptance": acceptance(hits, seen)[1 if settings.trunk.trained else 0 :],
+        "skipped_steps": state.skipped,
+        "processes": accelerator.num_processes,
+        "peak_rss_mb": round(peak_rss_mb(), 1),
+        "environment": describe(accelerator.device),
+    }
+
+
+def about_trunk(settings: TrainConfig, quality: list[tuple[int, float | None]]) -> dict[str, Any]:
+    """What a report says of a target that was trained along; quality: before and after."""
+    (tokens, before), (_, after) = quality
+    folder = ADAPTER if settings.trunk.mode == "lora" else TARGET
+    return {
+        "trunk": settings.trunk.mode,
+        "tuned_target": str(settings.out / folder),
+        "quality": {
+            "heldout_tokens": tokens,
+            "loss_before": before,
+            "loss_after": after,
+            "perplexity_before": perplexity(before),
+            "perplexity_after": perplexity(after),
+        },
+    }
+
+
+def render(report: dict[str, Any]) -> str:
+    """What a person reads: where the head is, what it cost, how it did on its training data."""
+    accepted = " ".join("–" if a is None else f"{a:.2f}" for a in report["acceptance"])
+    loss = "–" if report["loss"] is None else f"{report['loss']:.3f}"
+    lines = [
+        f"head {report['head']} ({report['family']} for {report['target']})",
+        f"{report['steps']:,} steps, {report['supervised_tokens']:,} reply tokens in "
+        f"{report['seconds']:,.0f} s ({report['tokens_per_second']:,.0f} tokens/s, "
+        f"{report['processes']} process{'es' if report['processes'] > 1 else ''}), "
+        f"{report['skipped_steps']} steps skipped, peak memory "
+        f"{report['peak_rss_mb'] / 1e3:.1f} GB",
+        f"last tenth of the run, on training data: loss {loss}, greedy acceptance by "
+        f"position {accepted}",
+    ]
+    if "tuned_target" in report:
+        quality, own = report["quality"], f"--target {report['tuned_target']}"
+        shown = ["–" if v is None else f"{v:.3f}" for k, v in quality.items() if "perplex" in k]
+        lines += [
+            f"target trained along ({report['trunk']}): {report['tuned_target']}; the head drafts "
+            "for it alone",
+            f"perplexity of {quality['heldout_tokens']:,} held-out reply tokens: {shown[0]} "
+            f"before, {shown[1]} after",
+            f"what it is worth: spectrain prepare {own} to another --store, then eval-alpha {own}",
+        ]
+    else:
+        lines.append("what it is worth: spectrain eval-alpha on held-out rows")
+    return "\n".join(lines)
