@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from spectrain.core.batch import Batch, Features
 from spectrain.core.cache import KVCache
+from spectrain.core.errors import SpectrainError
 from spectrain.heads import mtp_chain, mtp_recurrence
 from spectrain.heads.base import TargetFacts, Unrolled
 from spectrain.heads.mtp_chain import ChainState, Modules
@@ -32,6 +33,7 @@ from spectrain.heads.mtp_module import (
     check_layer,
     start_from_target,
 )
+from spectrain.heads.mtp_native import Native
 from spectrain.heads.mtp_recurrence import RecurrentState
 from spectrain.heads.mtp_shared import MtpConfig, MtpHead, MtpOptions
 
@@ -46,7 +48,11 @@ class MtpSequentialOptions(MtpOptions):
         False, description="one module takes all steps, fed with its own output, instead of K"
     )
     pass_on: Literal["before_norm", "after_norm"] | None = Field(
-        None, description="which state the next step reads; default: before the module's norm"
+        None,
+        description="which state the next step reads; default: as the checkpoint does, before_norm",
+    )
+    native: bool = Field(
+        False, description="start from the checkpoint's own MTP layers (as many as it has)"
     )
     lambda_first: float = Field(0.3, ge=0, description="weight λ at first: each step counts λ/K")
     lambda_then: float = Field(0.1, ge=0, description="weight λ afterwards")
@@ -60,6 +66,7 @@ class MtpSequentialConfig(MtpConfig):
 
     family: Literal["mtp-sequential"] = "mtp-sequential"
     shared: bool
+    native: str | None
     pass_on: Literal["before_norm", "after_norm"]
     lambda_first: float
     lambda_then: float
@@ -91,9 +98,17 @@ class MtpSequentialHead(MtpHead):
         ids = cls.vocabulary(options.draft_vocab_size, target, token_counts)
         kind = LayerKind.of(target.config)
         check_layer(LayerBuilder(kind), target)
+        native = Native.of(target) if options.native else None
+        steps, shared = _steps(options, native)
         config = MtpSequentialConfig(
-            **options.model_dump(exclude={"init", "draft_vocab_size", "pass_on"}),
-            pass_on=options.pass_on or "before_norm",
+            steps=steps,
+            shared=shared,
+            native=native.layout.name if native else None,
+            pass_on=options.pass_on or (native.layout.pass_on if native else "before_norm"),
+            loss=options.loss,
+            lambda_first=options.lambda_first,
+            lambda_then=options.lambda_then,
+            lambda_switch=options.lambda_switch,
             vocab_size=target.readout.vocab_size,
             draft_vocab_size=len(ids),
             layer=kind,
@@ -101,7 +116,9 @@ class MtpSequentialHead(MtpHead):
         )
         head = cls(config)
         head.use_vocabulary(ids)
-        if options.init == "target":
+        if native is not None:
+            native.load(head.chain, target.readout)
+        elif options.init == "target":
             for module in head.chain:
                 start_from_target(module.layer, module.norm, kind, target)
         head.to(target.device).bind(target.readout)
@@ -140,3 +157,19 @@ class MtpSequentialHead(MtpHead):
     def expand(self, state: Any, tokens: Tensor, parents: Tensor) -> Tensor:
         hidden = self._face.expand(self._parts, self.readout, state, tokens, parents)
         return self.logits(hidden, state.level)
+
+
+def _steps(options: MtpSequentialOptions, native: Native | None) -> tuple[int, bool]:
+    """Steps, and whether one module takes them all. A checkpoint's only layer is used again and
+    again when more steps are asked for than there are layers, as engines do."""
+    if native is None:
+        return options.steps, options.shared
+    count = native.count
+    steps = options.steps if "steps" in options.model_fields_set else count
+    if count > 1 and (steps > count or options.shared):
+        raise SpectrainError(
+            f"the checkpoint has {count} MTP layers, each for a step of its own",
+            where="head.native",
+            fix=f"set head.steps to at most {count} and leave out head.shared",
+        )
+    return steps, options.shared or steps > count

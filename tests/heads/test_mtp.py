@@ -305,7 +305,8 @@ def test_deep_and_wide_trees_draft_like_single_chains(tiny, variant):
     state = head.start(3, 64)
     head.begin(state, tokens[:, :10], features[:, :9], lengths)
     zero = torch.zeros(1, 1, dtype=torch.int64)
-    for accepted in (torch.tensor([1, 4, 2]), torch.tensor([3, 0, 1])):
+    # A row that pauses (0) goes on as if nothing had been.
+    for accepted in torch.tensor([[1, 4, 2], [3, 0, 1], [2, 1, 3]]):
         index = lengths[:, None] + torch.arange(4)
         rows = torch.arange(3)[:, None]
         guess = head.extend(state, tokens[rows, index + 1], features[rows, index], accepted)
@@ -438,7 +439,7 @@ def test_a_layer_that_needs_more_than_states_and_positions_is_refused(tiny, monk
 
 def test_options_that_do_not_exist_are_refused(tiny):
     for name, options in [("mtp-parallel", {"shared": True}), ("mtp-sequential", {"steps": 0})]:
-        with pytest.raises(ValueError, match="shared|steps"):
+        with pytest.raises(ValueError, match=r"shared|steps"):
             create(tiny, name, **options)
 
 
