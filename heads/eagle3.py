@@ -25,10 +25,14 @@ from spectrain.heads.eagle_layer import (
     sizes_of,
 )
 from spectrain.heads.layers import RMSNorm
+from spectrain.heads.linear_loss import linear_cross_entropy
 from spectrain.heads.losses import ROW_LOSSES, RowLoss
 from spectrain.heads.recurrent import RecurrentHead
 
 AuxLayers = tuple[int, ...]
+
+# Logits that exist at a time, in numbers: what a CPU's cache holds goes through the loss fastest.
+_CHUNK = 1 << 21
 
 
 class Eagle3Options(BaseModel):
@@ -150,9 +154,27 @@ class Eagle3Head(RecurrentHead):
     def objective(self, batch: Batch) -> Objective:
         teacher = scoring.Teacher.of(self, batch)
         parts = scoring.Sums(self, batch)
-        row_loss = ROW_LOSSES[self.config.loss]
         for unrolled in self.unroll(batch, self.config.steps):
-            logits = self.logits(unrolled.hidden, unrolled.step)
             step = parts.step(unrolled)
-            parts.add(step, row_loss(logits, teacher.at(step.rows)), logits)
+            if self.config.loss == "soft_ce":
+                loss, choice = self._cross_entropy(unrolled.hidden, teacher, step)
+                parts.add_choice(step, loss, choice)
+            else:
+                logits = self.logits(unrolled.hidden, unrolled.step)
+                row_loss = ROW_LOSSES[self.config.loss]
+                parts.add(step, row_loss(logits, teacher.at(step.rows)), logits)
         return parts.objective()
+
+    def _cross_entropy(
+        self, hidden: Tensor, teacher: scoring.Teacher, step: scoring.StepRows
+    ) -> tuple[Tensor, Tensor]:
+        """soft_cross_entropy_rows, summed, and the first choices [R]; logits a chunk at a time."""
+        loss, choice = linear_cross_entropy(
+            self.norm(hidden),
+            self.lm_head.weight,
+            None,
+            lambda start, stop: teacher.at(step.rows[start:stop]),
+            step.taught,
+            chunk=_CHUNK,
+        )
+        return loss, self.to_target(choice)

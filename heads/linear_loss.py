@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from spectrain.core.fast_linear import fast_linear
 
 # float32 logits of one chunk: 64 MiB.
 CHUNK = 1 << 24
@@ -63,11 +64,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=exact) if to_weight else None
         grad_bias = torch.zeros_like(bias, dtype=exact) if to_bias else None
         size = max(1, chunk // len(weight))
+        cast = weight.to(_product_type(weight))  # once, not in every chunk
         for start in range(0, len(hidden), size):
             rows = slice(start, min(start + size, len(hidden)))
-            part = hidden[rows].to(weight.dtype)
-            raw = F.linear(part, weight, bias)  # in the lower type under autocast
-            logits = raw.to(exact)
+            part = hidden[rows].to(cast.dtype)
+            logits = fast_linear(part, cast, bias).to(exact)
             if softcap is not None:
                 logits = torch.tanh(logits / softcap) * softcap
             choice[rows] = logits.argmax(-1)
@@ -86,11 +87,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad = torch.where(kept, grad, 0)
             if softcap is not None:
                 grad = grad * (1 - (logits / softcap) ** 2)
-            lower = grad.to(raw.dtype)
+            lower = grad.to(cast.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] = (lower @ weight.to(raw.dtype)).to(hidden.dtype)
+                grad_hidden[rows] = (lower @ cast).to(hidden.dtype)
             if grad_weight is not None:
-                grad_weight += lower.t() @ part.to(raw.dtype)
+                grad_weight += lower.t() @ part
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
@@ -109,3 +110,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if to_bias is None else (to_bias * grad).to(types[1]),
             *(None,) * 4,
         )
+
+
+def _product_type(weight: Tensor) -> torch.dtype:
+    """What the products are computed in: the lower type under autocast."""
+    kind = weight.device.type
+    if torch.is_autocast_enabled(kind) and weight.dtype == torch.float32:
+        return torch.get_autocast_dtype(kind)
+    return weight.dtype
