@@ -24,6 +24,7 @@ from spectrain.core.target import Target
 from spectrain.data.store import FeatureStore
 from spectrain.generator.speculate import Generator
 from spectrain.heads.io import load_head
+from spectrain.heads.registry import FAMILIES, family
 from spectrain.recipes import prepare, train
 from spectrain.trainer import optim
 from spectrain.trainer.changes import digests, require_changes
@@ -37,12 +38,12 @@ WORDS = ["apple", "dog", "two", "word", "letter", "seven", "fox", "quick", "lazy
 # ── the objective ────────────────────────────────────────────────────────────
 
 
-def joint(path, *, seed=0, family="medusa", options=None, **trunk):
+def joint(path, *, seed=0, kind="medusa", options=None, **trunk):
     """A joint head of the target in `path`, everything trainable moved off its start."""
     target = Target.load(str(path), pack_weights=False)
     if trunk.get("mode") == "scratch":
         target = from_scratch(target)
-    head = create(target, family, **(options or {"steps": 2}))
+    head = create(target, kind, **(options or {"steps": 2}))
     made = JointHead(head, target, TrunkSettings(**trunk))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -172,7 +173,7 @@ def test_the_heads_weight_rises_when_the_trunk_begins_to_learn(tiny_path):
     values = [of(p, **ramp) for p in (0.0, 0.19, 0.2, 0.3, 0.4, 0.6, 0.9)]
     assert values == pytest.approx([0.2, 0.2, 0, 0.05, 0.1, 0.2, 0.2])
     # Families whose own terms are weighed already come in as they are.
-    eagle = {"family": "eagle3", "options": {"steps": 2, "draft_vocab_size": 60}}
+    eagle = {"kind": "eagle3", "options": {"steps": 2, "draft_vocab_size": 60}}
     assert of(0.5, **eagle) == pytest.approx(1)
 
 
@@ -232,6 +233,23 @@ def test_the_trunk_has_no_dropout_while_it_is_trained(tiny_path):
     made = joint(tiny_path, mode="full").train()
     assert made.head.training
     assert not any(module.training for module in made.trunk.modules())
+
+
+@pytest.mark.parametrize("name", ["tiny", "whole"])
+def test_a_saved_trunk_loads_as_it_was(request, name, tmp_path):
+    """Tied embeddings (tiny) and untied ones; generation settings and tokenizer go along."""
+    original = request.getfixturevalue(name)
+    made = joint(original.name, mode="full")
+    folder = made.save_trunk(tmp_path, original.name)
+    again = Target.load(str(folder), pack_weights=False)
+    tokens = torch.randint(3, 380, (1, 9))
+    logits = again.logits(again.forward(tokens).last)
+    torch.testing.assert_close(logits, made.trunk(input_ids=tokens).logits, atol=1e-5, rtol=1e-5)
+    assert made.config.target.fingerprint == again.fingerprint != original.fingerprint
+    assert again.stop_ids == original.stop_ids
+    assert again.tokenizer.chat_template == original.tokenizer.chat_template
+    tied = again.model.get_input_embeddings().weight is again.readout.weight
+    assert tied == (name == "tiny")
 
 
 # ── runs ─────────────────────────────────────────────────────────────────────
@@ -434,14 +452,27 @@ def test_greedy_speculation_is_plain_greedy_decoding_of_the_tuned_target(config,
     assert any(sum(done.runs.values()) for done in completed)
 
 
-def test_every_family_trains_with_its_target(config, tmp_path):
-    """Heads that read other layers' outputs, and a store that holds none of them."""
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("mode", ["lora", "scratch"])
+def test_every_family_trains_with_its_target(config, name, mode):
+    """Also heads that read other layers' outputs or all last states, which the store lacks."""
     options = {"steps": 2, "draft_vocab_size": 60, "aux_layers": [0, 1, 2]}
-    asked = config("lora", family="eagle3", head=options)
+    known = family(name).Options.model_fields
+    head = {key: value for key, value in options.items() if key in known}
+    asked = config(mode, family=name, head=head, steps=4)
     report = train.run(asked)
-    head = load_head(asked.out)
-    assert head.config.aux_layers == (0, 1, 2)
+    tuned = Target.load(report["tuned_target"], pack_weights=False)
+    found = load_head(asked.out)
+    found.check_target(tuned, "head")
     assert report["quality"]["perplexity_after"] > 0
+
+
+def test_bf16_products_leave_float32_weights(config):
+    asked = config("full", mixed_precision="bf16")
+    report = train.run(asked)
+    saved = load_file(asked.out / "target" / "model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    assert report["loss"] > 0
 
 
 def test_medusa_2_starts_from_medusa_1(config, tmp_path, tiny):
