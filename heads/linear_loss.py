@@ -69,24 +69,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, min(start + size, len(hidden)))
             part = hidden[rows].to(cast.dtype)
             logits = fast_linear(part, cast, bias).to(exact)
+            slope = None
             if softcap is not None:
-                logits = torch.tanh(logits / softcap) * softcap
+                capped = torch.tanh(logits / softcap)
+                logits, slope = capped * softcap, 1 - capped**2
             choice[rows] = logits.argmax(-1)
             log_q = logits.log_softmax(-1)
+            del logits
             target, kept = taught(rows.start, rows.stop), keep[rows, None]
+            # log_q becomes the gradient in place: a second chunk would double what is held.
             if target.dim() == 1:
                 picked = log_q.gather(1, target[:, None])
                 loss -= torch.where(kept, picked, 0).sum()
-                grad = log_q.exp()
+                grad = log_q.exp_()
                 grad.scatter_add_(1, target[:, None], torch.full_like(picked, -1))
             else:
                 target = target.to(exact)
                 loss -= torch.where(kept, (target * log_q).sum(-1, keepdim=True), 0).sum()
-                grad = log_q.exp() * target.sum(-1, keepdim=True) - target
+                grad = log_q.exp_().mul_(target.sum(-1, keepdim=True)).sub_(target)
             # Not times zero: a row without a teacher may hold anything, infinities included.
-            grad = torch.where(kept, grad, 0)
-            if softcap is not None:
-                grad = grad * (1 - (logits / softcap) ** 2)
+            grad.masked_fill_(~kept, 0)
+            if slope is not None:
+                grad.mul_(slope)
             lower = grad.to(cast.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = (lower @ cast).to(hidden.dtype)

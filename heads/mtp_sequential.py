@@ -49,7 +49,8 @@ class MtpSequentialOptions(MtpOptions):
     )
     pass_on: Literal["before_norm", "after_norm"] | None = Field(
         None,
-        description="which state the next step reads; default: as the checkpoint does, before_norm",
+        description="which state the next step reads; default: as the native layers were made, "
+        "otherwise before_norm",
     )
     native: bool = Field(
         False, description="start from the checkpoint's own MTP layers (as many as it has)"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -140,3 +144,32 @@ def test_only_one_chunk_of_logits_exists_at_a_time():
         )
         loss.backward()
     assert max(sizes) == chunk > weight.numel()
+
+
+def test_the_memory_benchmark_compares_like_with_like():
+    """Its methods give one loss and one gradient, and its table names them all."""
+    path = Path(__file__).parents[2] / "scripts" / "bench_mtp_memory.py"
+    spec = importlib.util.spec_from_file_location("bench_mtp_memory", path)
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    weight, labels = torch.randn(TOKENS, HIDDEN), torch.arange(ROWS)
+    start, results = torch.randn(3, ROWS, HIDDEN), []
+    for method in bench.METHODS:
+        hidden = start.clone().requires_grad_()
+        results.append((bench.run(method, hidden, weight, labels), hidden.grad))
+    for loss, gradient in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-5)
+        torch.testing.assert_close(gradient, results[0][1])
+    options = argparse.Namespace(
+        method="chunked",
+        device="cpu",
+        autocast=False,
+        heads=2,
+        rows=ROWS,
+        vocabulary=TOKENS,
+        hidden=5,
+    )
+    assert bench.measure(options)["peak_mb"] > 0
+    rows = [{"method": name, "mb": 1.0, "loss": 2.0} for name in bench.METHODS]
+    report = vars(options) | {"results": rows, "one_head_of_logits_mb": 3.0}
+    assert all(name in bench.render(report) for name in bench.METHODS)
