@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from spectrain.core.batch import Batch, Features
 from spectrain.core.fast_linear import Linear, fast_linear
 from spectrain.core.readout import Readout
-from spectrain.heads import eagle3_init, scoring, vocab
+from spectrain.heads import eagle1_init, scoring, vocab
 from spectrain.heads.base import HeadConfig, Needs, Objective, TargetFacts
 from spectrain.heads.eagle_layer import EagleConfig, EntryLayer, sizes_of
 from spectrain.heads.losses import in_pieces, soft_cross_entropy_rows
@@ -98,7 +98,7 @@ class Eagle1Head(RecurrentHead):
         )
         head = cls(config)
         head.use_vocabulary(ids)
-        eagle3_init.initialise_eagle1(head, target, from_layer=options.init == "target")
+        eagle1_init.initialise(head, target, from_layer=options.init == "target")
         return head.to(target.device).bind(target.readout)
 
     @property

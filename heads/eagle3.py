@@ -116,7 +116,7 @@ class Eagle3Head(RecurrentHead):
         )
         head = cls(config)
         head.use_vocabulary(ids)
-        eagle3_init.initialise_eagle3(head, target, ids, from_layer=options.init == "target")
+        eagle3_init.initialise(head, target, ids, from_layer=options.init == "target")
         return head.to(target.device).bind(target.readout)
 
     @property

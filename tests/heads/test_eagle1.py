@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from head_kinds import create
-from tiny_models import SIZES, make_batch, random_rows
+from tiny_models import SIZES, make_batch, random_rows, save_tiny
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -15,7 +15,7 @@ from spectrain.core.batch import Batch, counted
 from spectrain.core.errors import SpectrainError
 from spectrain.core.readout import Readout
 from spectrain.core.target import Target
-from spectrain.heads import eagle1
+from spectrain.heads import eagle1, eagle1_init
 from spectrain.heads.base import TargetFacts
 from spectrain.heads.eagle1 import Eagle1Config, Eagle1Head, Eagle1Options
 from spectrain.heads.io import load_head, save_head
@@ -192,16 +192,20 @@ def test_objective_and_gradients_equal_the_slow_reference(
         )
 
 
+def gemma(folder, tokenizer) -> Target:
+    """Weights so large that its soft cap matters."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"initializer_range": 1.0, "final_logit_softcapping": 4.0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **sizes))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Target.load(str(folder), pack_weights=False)
+
+
 @torch.no_grad()
 def test_logits_are_the_target_s(tmp_path, tokenizer):
     """lm_head over the draft vocabulary, without a norm, with the soft cap (Gemma)."""
-    torch.manual_seed(0)
-    sizes = SIZES | {"initializer_range": 1.0, "final_logit_softcapping": 4.0}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **sizes)).save_pretrained(
-        tmp_path
-    )
-    tokenizer.save_pretrained(tmp_path)
-    target = Target.load(str(tmp_path), pack_weights=False)
+    target = gemma(tmp_path, tokenizer)
     last = target.forward(torch.randint(3, 380, (1, 9))).last
     for size in (120, 384):
         head = create(target, "eagle1", draft_vocab_size=size)
@@ -259,22 +263,71 @@ def test_names_are_those_of_the_published_layout(tiny, whole):
     assert shapes["layers.0.self_attn.q_proj.weight"] == (64, 48)
 
 
+@pytest.fixture
+def scaled(tmp_path, tokenizer):
+    """A target whose norms have weights worth the name, its last state at one token, and the
+    residual stream h it was made of."""
+    target = Target.load(str(save_tiny(tmp_path / "t", tokenizer)), pack_weights=False)
+    torch.manual_seed(1)
+    source = target.decoder.layers[-1]
+    for norm in (target.decoder.norm, source.input_layernorm, source.post_attention_layernorm):
+        norm.weight.uniform_(0.5, 2.0)
+    stream = 5 * torch.randn(1, 48)
+    return target, stream, target.decoder.norm(stream)
+
+
 @torch.no_grad()
-def test_start_is_the_target_s_last_layer(tiny):
-    """The feature passes through `fc`, the layer is a copy; at random it is neither."""
-    head = create(tiny, "eagle1", random=False)
-    last = tiny.decoder.layers[-1]
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        own = getattr(head.layers[0].self_attn, name).weight
-        assert torch.equal(own, getattr(last.self_attn, name).weight)
-    assert torch.equal(head.layers[0].mlp.down_proj.weight, last.mlp.down_proj.weight)
-    feature = torch.randn(3, 48)
-    residual, x = head.enter(torch.zeros(3, 48), feature)
-    torch.testing.assert_close(residual, feature)
-    assert torch.equal(residual, x)
+def test_start_is_the_target_s_last_layer(scaled, monkeypatch):
+    """Piece by piece what the target's layer does to h, said of f: its own coordinates."""
+    target, stream, state = scaled
+    size, final = stream.pow(2).mean().sqrt(), target.decoder.norm.weight
+    monkeypatch.setattr(
+        eagle1_init, "sizes", lambda _: (size.item(), state.pow(2).mean().sqrt().item())
+    )
+    head = create(target, "eagle1", random=False)
+    layer, source = head.layers[0], target.decoder.layers[-1]
+    residual, x = head.enter(torch.zeros_like(state), state)
+    torch.testing.assert_close(residual, state)
     assert head.fc.weight[:, :48].abs().max() < 0.02
-    start = create(tiny, "eagle1", random=False, init="random")
-    assert not torch.equal(start.layers[0].mlp.down_proj.weight, last.mlp.down_proj.weight)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        own, theirs = (getattr(one.self_attn, name) for one in (layer, source))
+        torch.testing.assert_close(own(x), theirs(source.input_layernorm(stream)))
+    attended = torch.randn(1, 64)
+    moved = source.self_attn.o_proj(attended)
+    torch.testing.assert_close(layer.self_attn.o_proj(attended), moved * final / size)
+    moved = source.mlp(source.post_attention_layernorm(stream))
+    ours = layer.mlp(layer.post_attention_layernorm(state))
+    torch.testing.assert_close(ours, moved * final / size, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_sizes_are_those_of_the_states(scaled):
+    target = scaled[0]
+    tokens = torch.randint(0, 384, (1, 64), generator=torch.Generator().manual_seed(3))
+    state = target.forward(tokens).last
+    stream = target.forward(tokens, aux_layers=(3,)).aux
+    found = eagle1_init.sizes(target)
+    for got, rows in zip(found, (stream, state), strict=True):
+        assert got == pytest.approx(rows.pow(2).mean(-1).sqrt().median().item(), rel=0.3)
+
+
+def test_what_does_not_fit_starts_at_random(tmp_path, tokenizer):
+    """Gemma's layers have four norms: nothing of them is taken over, and nothing fails."""
+    target = gemma(tmp_path, tokenizer)
+    head = create(target, "eagle1", random=False)
+    own, theirs = head.layers[0].mlp.up_proj.weight, target.decoder.layers[-1].mlp.up_proj.weight
+    assert own.shape == theirs.shape
+    assert own.std().item() == pytest.approx(0.02, rel=0.1)
+    assert not torch.equal(own, theirs)
+    assert (head.layers[0].post_attention_layernorm.weight == 1).all()
+
+
+def test_random_start(tiny):
+    head = create(tiny, "eagle1", random=False, init="random", fc_bias=True)
+    assert not head.fc.bias.any()
+    for name, value in head.named_parameters():
+        if value.dim() == 2:
+            assert value.std().item() == pytest.approx(0.02, rel=0.1), name
 
 
 def test_a_few_steps_of_training_lower_both_losses(tiny):
@@ -300,7 +353,7 @@ def test_a_few_steps_of_training_lower_both_losses(tiny):
         optimizer.step()
     after = measure()
     assert after["distance"] < 0.9 * before["distance"]
-    assert after["entropy"] < 0.9 * before["entropy"]
+    assert after["entropy"] < 0.96 * before["entropy"]
 
 
 def test_supervision_decides_what_counts(tiny):
