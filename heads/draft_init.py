@@ -81,9 +81,13 @@ def layers_of(target: Any, count: int) -> nn.Module:
 
 
 def chosen_layers(total: int, count: int) -> list[int]:
-    """The first count − 1 layers and the last: the start reads what the embedding says, the end
-    writes what the output layer reads."""
-    return [*range(count - 1), total - 1]
+    """Layers at even distances from the first to the last; one alone is the first.
+
+    The last layer writes what the output layer reads. After 30 steps on SmolLM2-135M (20 short
+    replies, held-out KL to the target, 4 of 30 layers): even 5.3, the first three and the last 5.7,
+    the first four 7.6; 2 layers: first and last 6.1, the first two 7.7, the last two 7.1.
+    """
+    return [place * (total - 1) // max(1, count - 1) for place in range(count)]
 
 
 def _renumbered(state: dict[str, Tensor], chosen: list[int]) -> dict[str, Tensor]:

@@ -375,8 +375,13 @@ def test_frozen_tables_are_copies(target):
 
 
 def test_a_draft_of_the_target_s_layers(whole):
-    """The first and the last of them, with embedding, final norm and output layer."""
-    assert draft_init.chosen_layers(9, 4) == [0, 1, 2, 8]
+    """Evenly chosen from first to last, with embedding, final norm and output layer."""
+    assert draft_init.chosen_layers(9, 4) == [0, 2, 5, 8]
+    assert draft_init.chosen_layers(30, 1) == [0]
+    for total in range(1, 40):
+        for count in range(1, total + 1):
+            assert sorted(set(layers := draft_init.chosen_layers(total, count))) == layers
+            assert layers[-1] == (total - 1 if count > 1 else 0)
     head = create(whole, "draft", random=False, layers=2)
     assert head.decoder.config.num_hidden_layers == len(head.decoder.layers) == 2
     for own, theirs in zip(head.decoder.layers, (0, 3), strict=True):
