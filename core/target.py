@@ -5,24 +5,18 @@ B batch, n tokens, H hidden size, A = 3·H, V rows of lm_head.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from spectrain.core import adapter, attention, models
+from spectrain.core import attention, models
 from spectrain.core.batch import Features
 from spectrain.core.cache import KVCache, visible_slots
 from spectrain.core.errors import SpectrainError
 from spectrain.core.packing import pack
+from spectrain.core.pretrained import fingerprint_of, pretrained
 from spectrain.core.readout import Readout
 
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # Two float32 routes through the same model may differ by this much of the largest logit.
 _CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
@@ -72,7 +66,7 @@ class Target:
         disable_progress_bar()  # the library's own; loading takes seconds
         options = {"revision": revision, "trust_remote_code": trust_remote_code}
         with models.load_errors(name):
-            model, tokenizer, fingerprint = _pretrained(source, name, wanted, device, options)
+            model, tokenizer, fingerprint = pretrained(source, name, wanted, device, options)
         target = cls(model, tokenizer, name, fingerprint)
         target.check()
         if pack_weights and device == "cpu":
@@ -197,41 +191,6 @@ class Target:
             )
 
 
-def _pretrained(
-    source: str, name: str, dtype: str | torch.dtype, device: str, options: dict[str, Any]
-) -> tuple[nn.Module, Any, str | None]:
-    """Model and tokenizer of a folder or hub id; of an adapter, merged, also its fingerprint."""
-    if adapter.is_adapter(source):
-        return _adapted(Path(source), dtype, device, options)
-    config = AutoConfig.from_pretrained(source, **options)
-    _refuse_unknown_layers(config.get_text_config(decoder=True), name)
-    _refuse_moving_rotary(config.get_text_config(decoder=True), name)
-    tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    model = AutoModelForCausalLM.from_pretrained(
-        source, dtype=dtype, attn_implementation=attention.NAME, **options
-    )
-    return model.to(device), tokenizer, None
-
-
-def _adapted(
-    folder: Path, dtype: str | torch.dtype, device: str, options: dict[str, Any]
-) -> tuple[nn.Module, Any, str]:
-    base = adapter.base_name(folder)
-    options = {**options, "revision": None}
-    try:
-        source = models.resolve(base)
-        if not adapter.is_adapter(source):
-            with models.load_errors(base):
-                AutoConfig.from_pretrained(source, **options)
-    except SpectrainError as error:
-        raise adapter.without_base(folder, base, error.what) from error
-    model, tokenizer, fingerprint = _pretrained(source, base, dtype, device, options)
-    fingerprint = adapter.fingerprint(fingerprint or fingerprint_of(model, tokenizer), folder)
-    if (folder / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    return adapter.merge(model, folder), tokenizer, fingerprint
-
-
 def _keep(kept: dict[int, Tensor], layer: int):
     def hook(_module, _inputs, output):
         kept[layer] = output if isinstance(output, Tensor) else output[0]
@@ -251,49 +210,8 @@ def _dtype(name: str) -> torch.dtype:
     return known[name]
 
 
-def _refuse_moving_rotary(config, name: str) -> None:
-    """Rotary angles that depend on the length of the text: the rows of a draft that is later
-    rejected would change the angles of those before them."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    for entry in nested or [parameters]:
-        kind = entry.get("rope_type", "default")
-        if kind in ("dynamic", "longrope"):
-            raise SpectrainError(
-                f"the target's rotary positions are of type {kind!r}, which depends on the length "
-                "of the text: a draft could change what comes before it",
-                where=f"target {name}",
-                fix="use a target with fixed rotary positions (default, linear, llama3, yarn)",
-            )
-
-
-def _refuse_unknown_layers(config, name: str) -> None:
-    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
-    if odd:
-        raise SpectrainError(
-            f"the target has {', '.join(odd)} layers, whose state a rejected draft would spoil",
-            where=f"target {name}",
-            fix="use a target with attention layers only",
-        )
-
-
 def _stop_ids(model: nn.Module, tokenizer) -> tuple[int, ...]:
     """Every id that ends a reply: the generation config's and the tokenizer's."""
     own = model.generation_config.eos_token_id if model.generation_config else None
     ids = set(own if isinstance(own, (list, tuple)) else [own]) | {tokenizer.eos_token_id}
     return tuple(sorted(int(i) for i in ids if i is not None))
-
-
-def fingerprint_of(model: nn.Module, tokenizer) -> str:
-    """16 hex digits that name the weights and the tokenizer, whatever dtype they are loaded in."""
-    digest = hashlib.sha256()
-    config = model.config.get_text_config(decoder=True)
-    digest.update(json.dumps([config.model_type, config.hidden_size, config.vocab_size]).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        sample = tensor.flatten()[:: max(1, tensor.numel() // 64)][:64]
-        digest.update(name.encode())
-        # Rounded to bfloat16 first: the same weights loaded in another type give the same digits.
-        digest.update(sample.to(torch.bfloat16).float().cpu().numpy().tobytes())
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
-    digest.update(vocabulary.encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()[:16]

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from spectrain.core import models
+from spectrain.core.pretrained import library_model
 from spectrain.core.progress import progress
 from spectrain.core.target import Target
 from spectrain.evaluation.bootstrap import intervals, ratio
@@ -51,11 +50,7 @@ def race(methods: dict[str, Method], prompts: list[Tensor], clocks: dict[str, Cl
 
 def stock(target: Target, max_new_tokens: int) -> Method:
     """Greedy decoding by `transformers` itself: its own model, cache and loop, nothing of ours."""
-    with models.load_errors(target.name):
-        model = AutoModelForCausalLM.from_pretrained(
-            models.resolve(target.name), dtype=target.dtype
-        ).to(target.device)
-    model.eval()
+    model = library_model(target.name, target.dtype, target.device)
 
     @torch.inference_mode()
     def decode(prompt: Tensor) -> Completion:

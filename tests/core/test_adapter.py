@@ -11,8 +11,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from spectrain.core import adapter, models
+from spectrain.core import adapter, attention, models
 from spectrain.core.errors import SpectrainError
+from spectrain.core.pretrained import library_model
 from spectrain.core.target import Target
 
 
@@ -87,7 +88,16 @@ def test_an_embedded_base_and_an_adapter_on_an_adapter(folder, tmp_path, tiny_pa
     monkeypatch.setattr(
         models, "resolve", lambda name: str(tiny_path) if name == "smollm2-135m" else real(name)
     )
-    assert Target.load(str(folder)).fingerprint == expected
+    Target.load(str(tiny_path)).tokenizer.save_pretrained(folder)
+    target = Target.load(str(folder), pack_weights=False)
+    assert target.fingerprint == expected
+    # The library's own way, which would ask the hub for a model of that name.
+    stock = library_model(str(folder), torch.float32, "cpu")
+    tokens = torch.randint(3, 380, (1, 9))
+    with torch.no_grad():
+        logits = target.logits(target.forward(tokens).last)
+        torch.testing.assert_close(stock(tokens).logits, logits, atol=1e-4, rtol=1e-4)
+    assert stock.config._attn_implementation != attention.NAME
     twice = make(folder, tmp_path / "twice", targets=["q_proj"], seed=5)
     target = Target.load(str(twice))
     assert target.fingerprint not in (expected, Target.load(str(tiny_path)).fingerprint)

@@ -1,0 +1,109 @@
+"""Models and tokenizers as `transformers` loads them; a LoRA adapter is merged into its base."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from spectrain.core import adapter, attention, models
+from spectrain.core.errors import SpectrainError
+
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def pretrained(
+    source: str, name: str, dtype: str | torch.dtype, device: str, options: dict[str, Any]
+) -> tuple[nn.Module, Any, str | None]:
+    """Model and tokenizer of a folder or hub id; of an adapter, merged, also its fingerprint."""
+    if adapter.is_adapter(source):
+        return _adapted(Path(source), dtype, device, options)
+    config = AutoConfig.from_pretrained(source, **options)
+    _refuse_unknown_layers(config.get_text_config(decoder=True), name)
+    _refuse_moving_rotary(config.get_text_config(decoder=True), name)
+    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype, attn_implementation=attention.NAME, **options
+    )
+    return model.to(device), tokenizer, None
+
+
+def _adapted(
+    folder: Path, dtype: str | torch.dtype, device: str, options: dict[str, Any]
+) -> tuple[nn.Module, Any, str]:
+    base, source = _base(folder, options)
+    options = {**options, "revision": None}
+    model, tokenizer, fingerprint = pretrained(source, base, dtype, device, options)
+    fingerprint = adapter.fingerprint(fingerprint or fingerprint_of(model, tokenizer), folder)
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    return adapter.merge(model, folder), tokenizer, fingerprint
+
+
+def library_model(name: str, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
+    """The model of a target as the library runs it by itself, with its own attention."""
+    source = models.resolve(name)
+    with models.load_errors(name):
+        if adapter.is_adapter(source):
+            base, _ = _base(Path(source), {})
+            return adapter.merge(library_model(base, dtype, device), Path(source)).eval()
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
+
+
+def _base(folder: Path, options: dict[str, Any]) -> tuple[str, str]:
+    """Name of an adapter's base model, and the folder or hub id behind it."""
+    name = adapter.base_name(folder)
+    try:
+        source = models.resolve(name)
+        if not adapter.is_adapter(source):
+            with models.load_errors(name):
+                AutoConfig.from_pretrained(source, **{**options, "revision": None})
+    except SpectrainError as error:
+        raise adapter.without_base(folder, name, error.what) from error
+    return name, source
+
+
+def fingerprint_of(model: nn.Module, tokenizer) -> str:
+    """16 hex digits that name the weights and the tokenizer, whatever dtype they are loaded in."""
+    digest = hashlib.sha256()
+    config = model.config.get_text_config(decoder=True)
+    digest.update(json.dumps([config.model_type, config.hidden_size, config.vocab_size]).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        sample = tensor.flatten()[:: max(1, tensor.numel() // 64)][:64]
+        digest.update(name.encode())
+        # Rounded to bfloat16 first: the same weights loaded in another type give the same digits.
+        digest.update(sample.to(torch.bfloat16).float().cpu().numpy().tobytes())
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
+    digest.update(vocabulary.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()[:16]
+
+
+def _refuse_moving_rotary(config, name: str) -> None:
+    """Rotary angles that depend on the length of the text: the rows of a draft that is later
+    rejected would change the angles of those before them."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for entry in nested or [parameters]:
+        kind = entry.get("rope_type", "default")
+        if kind in ("dynamic", "longrope"):
+            raise SpectrainError(
+                f"the target's rotary positions are of type {kind!r}, which depends on the length "
+                "of the text: a draft could change what comes before it",
+                where=f"target {name}",
+                fix="use a target with fixed rotary positions (default, linear, llama3, yarn)",
+            )
+
+
+def _refuse_unknown_layers(config, name: str) -> None:
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
+    if odd:
+        raise SpectrainError(
+            f"the target has {', '.join(odd)} layers, whose state a rejected draft would spoil",
+            where=f"target {name}",
+            fix="use a target with attention layers only",
+        )
