@@ -33,7 +33,7 @@ from spectrain.core.readout import Readout
 from spectrain.heads import draft_init, scoring, vocab
 from spectrain.heads.base import DraftHead, HeadConfig, Needs, Objective, TargetFacts, Unrolled
 from spectrain.heads.draft_config import DEFAULT_STEPS, LONGEST_DRAFT, DraftConfig, DraftOptions
-from spectrain.heads.tokenizers import Vocabulary
+from spectrain.heads.tokenizers import require_same
 
 # Logits (rows × D) that exist at one time in training; more are computed part by part.
 _CHUNK = 1 << 24
@@ -67,7 +67,7 @@ class DraftModelHead(DraftHead):
         self.lm_head = None if output.weight is table.weight else output
         self.rows = len(output.weight)
         self._softcap = getattr(self.decoder.config, "final_logit_softcapping", None)
-        self._origin: Vocabulary | None = None  # of a model that was not trained for one target
+        self._origin: Any = None  # tokenizer of a model that was not trained for one target
         learned = any(isinstance(m, nn.Embedding) and m is not table for m in self.modules())
         # Rotary positions go on beyond what was trained, a table of positions ends.
         self._longest = self.decoder.config.max_position_embeddings if learned else None
@@ -87,7 +87,7 @@ class DraftModelHead(DraftHead):
             model = draft_init.layers_of(target, options.layers or 2)
         else:
             source = draft_init.load(options.model, "head.model")
-            Vocabulary.of(source).require_same(Vocabulary.of(target), options.model)
+            require_same(source.tokenizer, target.tokenizer, options.model)
             model = source.model
         config = DraftConfig(
             steps=options.steps,
@@ -117,14 +117,14 @@ class DraftModelHead(DraftHead):
             tokens=len(source.tokenizer),
         )
         head = cls(config, source.model)
-        head._origin = Vocabulary.of(source)
+        head._origin = source.tokenizer
         return head.eval()
 
     def check_target(self, target: Any, where: str) -> None:
         if self._origin is None:
             super().check_target(target, where)
             return
-        self._origin.require_same(Vocabulary.of(target), where)
+        require_same(self._origin, target.tokenizer, where)
         self.config = self.config.model_copy(update={"target": TargetFacts.of(target)})
 
     def bind(self, readout: Readout) -> DraftModelHead:

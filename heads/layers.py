@@ -5,6 +5,7 @@ B batch, T length, n rows, H hidden, Q query heads, G kv heads, d head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +34,13 @@ class Rotary(nn.Module):
                 rope_parameters=parameters,
             )
         )
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Rotary:
+        exact = self._table.inv_freq
+        super()._apply(fn, recurse)
+        # The device may change, the type not: rounded frequencies mistake far positions.
+        self._table.inv_freq = exact.to(self._table.inv_freq.device)
+        return self
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [..., n] → cos, sin [..., n, d]"""

@@ -16,6 +16,7 @@ from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
 from spectrain.heads.eagle3 import Eagle3Options
 from spectrain.heads.io import load_head, save_head
+from spectrain.heads.layers import Rotary
 from spectrain.heads.losses import ROW_LOSSES
 from spectrain.heads.scoring import Teacher
 from spectrain.recipes import train
@@ -358,6 +359,15 @@ def test_rotary_positions_are_the_target_s(tmp_path, tokenizer, parameters):
     ours = make_head(target).rotary(positions, torch.float32)
     for got, wanted in zip(ours, expected, strict=True):
         torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+
+
+def test_rotary_positions_stay_exact_in_a_lower_type():
+    rotary = Rotary(64, 8192, {"rope_type": "default", "rope_theta": 10000.0})
+    places = torch.tensor([5, 700, 8000])
+    expected = rotary(places, torch.float32)
+    got = rotary.to(torch.bfloat16)(places, torch.float32)
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
 
 
 def test_the_teacher_is_the_target_s_distribution(tmp_path, tokenizer):
