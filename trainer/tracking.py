@@ -30,7 +30,7 @@ def make_accelerator(settings: TrainerSettings, run: Path) -> Accelerator:
             where="--tracker",
             fix=f"pip install {chosen}, or leave the tracker out: metrics.jsonl is always written",
         )
-    # Several trainings in one process (compare) may differ in precision; accelerate keeps the first.
+    # Trainings in one process (compare) may differ in precision; accelerate keeps the first one.
     AcceleratorState._reset_state()
     accelerator = Accelerator(
         # Without this, accelerate takes each of several processes on a machine without a GPU for
