@@ -43,7 +43,9 @@ class Eagle1Options(BaseModel):
         None, ge=1, description="tokens the head can guess; default: all there are"
     )
     init: Literal["target", "random"] = Field(
-        "target", description="start from the target's last layer, or at random"
+        "random",
+        description="start at random, or from the target's last layer (a better first guess at "
+        "once, worse later ones)",
     )
     fc_bias: bool = Field(
         False,

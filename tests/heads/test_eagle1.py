@@ -284,7 +284,7 @@ def test_start_is_the_target_s_last_layer(scaled, monkeypatch):
     monkeypatch.setattr(
         eagle1_init, "sizes", lambda _: (size.item(), state.pow(2).mean().sqrt().item())
     )
-    head = create(target, "eagle1", random=False)
+    head = create(target, "eagle1", random=False, init="target")
     layer, source = head.layers[0], target.decoder.layers[-1]
     residual, x = head.enter(torch.zeros_like(state), state)
     torch.testing.assert_close(residual, state)
@@ -314,7 +314,7 @@ def test_sizes_are_those_of_the_states(scaled):
 def test_what_does_not_fit_starts_at_random(tmp_path, tokenizer):
     """Gemma's layers have four norms: nothing of them is taken over, and nothing fails."""
     target = gemma(tmp_path, tokenizer)
-    head = create(target, "eagle1", random=False)
+    head = create(target, "eagle1", random=False, init="target")
     own, theirs = head.layers[0].mlp.up_proj.weight, target.decoder.layers[-1].mlp.up_proj.weight
     assert own.shape == theirs.shape
     assert own.std().item() == pytest.approx(0.02, rel=0.1)
@@ -323,16 +323,17 @@ def test_what_does_not_fit_starts_at_random(tmp_path, tokenizer):
 
 
 def test_random_start(tiny):
-    head = create(tiny, "eagle1", random=False, init="random", fc_bias=True)
+    head = create(tiny, "eagle1", random=False, fc_bias=True)
     assert not head.fc.bias.any()
     for name, value in head.named_parameters():
         if value.dim() == 2:
             assert value.std().item() == pytest.approx(0.02, rel=0.1), name
 
 
-def test_a_few_steps_of_training_lower_both_losses(tiny):
+@pytest.mark.parametrize("init", ["random", "target"])
+def test_a_few_steps_of_training_lower_both_losses(tiny, init):
     """With noise on; the losses are measured without it."""
-    head = create(tiny, "eagle1", random=False)
+    head = create(tiny, "eagle1", random=False, init=init)
     batch = make_batch(tiny, head, *random_rows(torch.Generator().manual_seed(4)))
     both = {
         "distance": create(tiny, "eagle1", classification_weight=0.0),
