@@ -25,9 +25,14 @@ from spectrain.core import attention
 from spectrain.core.attention import Plan
 from spectrain.core.errors import SpectrainError
 from spectrain.core.fast_linear import Linear
+from spectrain.heads.eagle1_init import sizes
+from spectrain.heads.eagle3_init import copy_norm
+from spectrain.heads.layers import RMSNorm
 
 # The embedding half of eh_proj starts small: the hidden half alone reproduces what is known.
 _SMALL = 0.02
+# A weight of the final norm near zero hides its coordinate; taking it out would blow that up.
+_SMALLEST = 0.1
 # What says nothing about the architecture.
 _FORGOTTEN = ("_name_or_path", "architectures", "transformers_version", "dtype", "model_type")
 
@@ -157,8 +162,23 @@ class MtpModule(nn.Module):
 
 
 @torch.no_grad()
-def start_from_target(layer: nn.Module, norm: nn.Module, kind: LayerKind, target: Any) -> None:
-    """Copy the target's own layer and final norm (target: core.target.Target, not packed)."""
+def start_from_target(
+    layer: nn.Module,
+    norm: nn.Module,
+    entry: nn.Module,
+    kind: LayerKind,
+    target: Any,
+    *,
+    normed: bool,
+) -> None:
+    """Copy the target's own layer and final norm (target: core.target.Target, not packed).
+
+    The layer works on the residual stream h, of size (root mean square) r. `entry`, the norm that
+    the hidden state passes first, gives it that size again; where it is `normed`, a state that has
+    left a final norm (f = h / r ⊙ w), it also takes the weight w out, so that what the layer reads
+    is h. On SmolLM2-135M, two modules after 54 steps of two conversations: loss 4.6 and 5.4 instead
+    of 6.4 and 6.5.
+    """
     source = target.decoder.layers[kind.source]
     try:
         layer.load_state_dict(source.state_dict(), strict=True)
@@ -169,6 +189,12 @@ def start_from_target(layer: nn.Module, norm: nn.Module, kind: LayerKind, target
             where=f"target {target.name}",
             fix="set head.init=random",
         ) from None
+    stream, _ = sizes(target)
+    final = RMSNorm(target.hidden_size)
+    if copy_norm(final, target.decoder.norm):
+        weight = final.weight.sign() * final.weight.abs().clamp(min=_SMALLEST) if normed else 1.0
+        # Norms start without effect: their weight is one, or zero where it is counted from one.
+        entry.weight.add_(stream / weight - 1)
 
 
 @torch.no_grad()

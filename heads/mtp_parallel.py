@@ -1,7 +1,8 @@
 """Parallel multi-token prediction (Meta, arXiv 2404.19737): K heads side by side on the same state.
 
-Head k is one decoder layer over f, the target's state after its final norm, and a norm; the output
-layer is the target's. The target itself gives x[t+1]; row t of head k guesses x[t+2+k], without
+Head k is one decoder layer and a norm, the output layer is the target's. What the heads read is f,
+the target's state after its final norm; a norm of their own before the layer can undo that one (the
+paper's heads read the trunk before any norm). The target itself gives x[t+1]; row t of head k guesses x[t+2+k], without
 having seen any of the tokens between. All K guesses of an anchor are there at once, and every node
 of one depth of a tree gets the same.
 
@@ -25,6 +26,7 @@ from spectrain.heads.base import TargetFacts, Unrolled
 from spectrain.heads.mtp_module import (
     LayerBuilder,
     LayerKind,
+    RotaryTable,
     check_layer,
     run_layer,
     start_from_target,
@@ -47,8 +49,13 @@ class ParallelLayer(nn.Module):
 
     def __init__(self, builder: LayerBuilder, index: int) -> None:
         super().__init__()
+        self.hnorm = builder.norm()
         self.layer = builder.layer(index)
         self.norm = builder.norm()
+
+    def forward(self, rotary: RotaryTable, hidden: Tensor, positions: Tensor, plan: Plan) -> Tensor:
+        """hidden [B, n, H], positions [B, n] → [B, n, H], before the norm"""
+        return run_layer(self.layer, rotary, self.hnorm(hidden), positions, plan)
 
 
 @dataclass
@@ -96,7 +103,7 @@ class MtpParallelHead(MtpHead):
         head.use_vocabulary(ids)
         if options.init == "target":
             for part in head.heads:
-                start_from_target(part.layer, part.norm, kind, target)
+                start_from_target(part.layer, part.norm, part.hnorm, kind, target, normed=True)
         head.to(target.device).bind(target.readout)
         return head
 
@@ -111,8 +118,7 @@ class MtpParallelHead(MtpHead):
         positions = torch.arange(length, device=batch.tokens.device).expand(count, length)
         hidden = batch.last.to(self.norm_of(0).weight.dtype)
         for step in range(steps):
-            layer = self.heads[step].layer
-            out = run_layer(layer, self._rotary, hidden, positions, Plan(positions))
+            out = self.heads[step](self._rotary, hidden, positions, Plan(positions))
             yield Unrolled(step, out.flatten(0, 1)[anchors], anchors)
 
     def weights(self, progress: float) -> list[float]:
@@ -140,8 +146,7 @@ class MtpParallelHead(MtpHead):
         hidden = features.last.to(self.norm_of(0).weight.dtype)
         last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden.shape[-1])
         outputs = [
-            run_layer(head.layer, self._rotary, hidden, slots, plan).gather(1, last)[:, 0]
-            for head in self.heads
+            head(self._rotary, hidden, slots, plan).gather(1, last)[:, 0] for head in self.heads
         ]
         cache.commit(counts)
         state.outputs, state.level = torch.stack(outputs), 0

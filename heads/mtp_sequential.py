@@ -120,8 +120,10 @@ class MtpSequentialHead(MtpHead):
         if native is not None:
             native.load(head.chain, target.readout)
         elif options.init == "target":
-            for module in head.chain:
-                start_from_target(module.layer, module.norm, kind, target)
+            for index, module in enumerate(head.chain):
+                normed = index == 0 or config.pass_on == "after_norm"
+                parts = module.layer, module.norm, module.hnorm
+                start_from_target(*parts, kind, target, normed=normed)
         head.to(target.device).bind(target.readout)
         return head
 

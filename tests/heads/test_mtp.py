@@ -106,7 +106,7 @@ def slow_states(head, tokens, last, steps):
         keys, following = [], {}
         for t in range(length if parallel else length - 1 - step):
             if parallel:
-                out = slow.row(last[t], t, keys)
+                out = slow.row(slow.norm(last[t], part.hnorm.weight), t, keys)
             elif shared and step:
                 seen = first_keys[: t + 1] + own_keys[t]
                 x = merged(part, slow, tokens[t + 1 + step], passed[t])
@@ -352,6 +352,27 @@ def test_one_module_drafts_further_than_it_learnt(tiny):
 
 
 @every_variant
+@torch.no_grad()
+def test_the_layer_starts_in_the_residual_stream(tiny, variant):
+    """What the first layer reads is the state before the target's final norm, up to each row's
+    size; the chain's later modules keep the size."""
+    streams = []
+    hook = tiny.decoder.norm.register_forward_pre_hook(lambda _m, args: streams.append(args[0]))
+    tokens = torch.randint(3, 380, (1, 30), generator=torch.Generator().manual_seed(7))
+    last = tiny.forward(tokens).last
+    hook.remove()
+    head = make(tiny, variant, random=False)
+    parts = list(head.heads if variant == "parallel" else head.chain)
+    sizes = streams[0].pow(2).mean(-1, keepdim=True).sqrt()
+    for index, part in enumerate(parts):
+        normed = variant in ("parallel", "chain after norm") or index == 0
+        got = part.hnorm(last if normed else streams[0])
+        assert 0.7 < got.pow(2).mean().sqrt() / sizes.mean() < 1.4
+        got = got / got.pow(2).mean(-1, keepdim=True).sqrt()
+        torch.testing.assert_close(got, streams[0] / sizes, atol=1e-3, rtol=1e-3)
+
+
+@every_variant
 def test_start_is_the_target_s_last_layer(tiny, variant):
     head = make(tiny, variant, random=False)
     last = tiny.decoder.layers[-1].state_dict()
@@ -376,7 +397,7 @@ def test_norms_start_without_effect_also_where_weights_are_counted_from_one(targ
     head = make(targets("gemma3_text"), "chain", random=False)
     x = torch.randn(4, 48)
     torch.testing.assert_close(
-        head.chain[0].hnorm(x), x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        head.chain[0].enorm(x), x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
     )
 
 
