@@ -2,9 +2,9 @@
 
 Head k is one decoder layer and a norm, the output layer is the target's. What the heads read is f,
 the target's state after its final norm; a norm of their own before the layer can undo that one (the
-paper's heads read the trunk before any norm). The target itself gives x[t+1]; row t of head k guesses x[t+2+k], without
-having seen any of the tokens between. All K guesses of an anchor are there at once, and every node
-of one depth of a tree gets the same.
+paper's heads read the trunk before any norm). The target itself gives x[t+1]; row t of head k
+guesses x[t+2+k] without having seen any of the tokens between. All K guesses of an anchor are there
+at once, and every node of one depth of a tree gets the same.
 
 B batch, T length, n rows, m nodes, K heads, H hidden, D draft vocabulary.
 """
