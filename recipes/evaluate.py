@@ -22,6 +22,7 @@ from spectrain.evaluation.summary import DEFINITIONS, by_domain, summarise
 from spectrain.heads.io import load_head
 
 PLOT = "alpha.png"
+MAX_DRAFT = 5
 
 
 class EvalConfig(Config):
@@ -35,7 +36,10 @@ class EvalConfig(Config):
         [0.0, 1.0], description="temperatures of target and draft; 0 is greedy"
     )
     max_draft: int | None = Field(
-        None, ge=1, le=64, description="longest draft in tokens; default: the head's own steps"
+        None,
+        ge=1,
+        le=64,
+        description="longest draft in tokens; default: 5, or as many as the head can",
     )
     seed: int = Field(0, ge=0, description="seed of the bootstrap")
     out: Path = Field(Path("runs/eval"), description="folder for the plot")
@@ -65,7 +69,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
     store.require_features(head.needs.aux_layers, head.needs.last_everywhere)
     head.bind(target.readout).to(target.device, target.dtype)
 
-    steps = config.max_draft or head.config.steps
+    steps = config.max_draft or min(MAX_DRAFT, head.longest_draft)
     if steps > head.longest_draft:
         raise SpectrainError(
             f"{steps} is more than {head.longest_draft}, the longest draft of this head",

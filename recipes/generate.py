@@ -30,6 +30,7 @@ from spectrain.heads.base import DraftHead
 from spectrain.heads.io import load_head
 
 REPLIES = "replies.jsonl"
+DRAFT_TOKENS = 3
 DEFINITIONS = {
     "tau": "tokens committed per target forward, the target's own included; the prefill's first "
     "token and everything after a stop token excluded",
@@ -48,8 +49,11 @@ class GenerateConfig(Config):
     limit: int | None = Field(None, ge=1, description="only the first so many prompts of the file")
     out: Path | None = Field(None, description="folder for replies.jsonl")
     max_new_tokens: int = Field(128, ge=0, description="longest reply in tokens")
-    draft_tokens: int = Field(
-        3, ge=1, description="tokens drafted per step; how many pay depends on the acceptance"
+    draft_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens drafted per step; how many pay depends on the acceptance; default: 3, "
+        "or as many as the head can",
     )
     temperature: float = Field(0.0, ge=0, description="0: greedy")
     top_k: int = Field(0, ge=0, description="only the k most likely tokens; 0: all")
@@ -87,11 +91,13 @@ def run(config: GenerateConfig) -> dict[str, Any]:
         generator = Generator(target, own, draft_tokens)
         methods[name] = of_generator(generator, config.max_new_tokens, sampling, clocks[name])
 
+    gamma = None
     if head is not None:
         head.check_target(target, str(config.head))
         head.bind(target.readout).to(target.device, target.dtype)
         pack(head)
-        add(head.family, head, config.draft_tokens)
+        gamma = config.draft_tokens or min(DRAFT_TOKENS, head.longest_draft)
+        add(head.family, head, gamma)
     if head is None or config.compare:
         add("spectrain-plain", None, None)
     if config.compare and sampling.greedy and config.max_new_tokens:  # the library refuses 0
@@ -105,7 +111,7 @@ def run(config: GenerateConfig) -> dict[str, Any]:
         "prompts": len(prompts),
         "temperature": config.temperature,
         "max_new_tokens": config.max_new_tokens,
-        "draft_tokens": config.draft_tokens if head else None,
+        "draft_tokens": gamma,
         "methods": {
             name: summary(result["done"], result["seconds"], clocks.get(name))
             for name, result in results.items()

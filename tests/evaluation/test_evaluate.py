@@ -69,7 +69,7 @@ def evaluate(settings, **changes):
 
 
 def test_report(settings, tmp_path):
-    report = evaluate(settings)
+    report = evaluate(settings, max_draft=3)
     json.dumps(report, allow_nan=False)
     assert (tmp_path / "out" / "alpha.png").read_bytes().startswith(b"\x89PNG")
     greedy, sampled = report["temperatures"]
@@ -129,6 +129,11 @@ def test_batches_and_rerun_change_nothing(settings, monkeypatch):
         for one, other in zip(left["tau"], right["tau"], strict=True):
             assert one["value"] == pytest.approx(other["value"], abs=1e-5)
             assert one["low"] == pytest.approx(other["low"], abs=1e-5)
+
+
+def test_chains_of_five_unless_told_otherwise(settings):
+    (measured,) = evaluate(settings, temperature=1)["temperatures"]
+    assert len(measured["positions"]) == 5
 
 
 def test_max_draft(settings):
