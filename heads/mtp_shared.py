@@ -52,6 +52,7 @@ class MtpHead(DraftHead):
     def __init__(self, config: MtpConfig) -> None:
         super().__init__(config)
         self._rows: tuple[Tensor, Tensor | None] | None = None
+        self._first: bool | None = None
 
     @staticmethod
     def vocabulary(size: int | None, target: Any, token_counts: Tensor) -> Tensor:
@@ -70,22 +71,24 @@ class MtpHead(DraftHead):
     # ── the target's output layer ────────────────────────────────────────────
 
     def bind(self, readout: Readout) -> MtpHead:
-        self._rows = None
+        self._rows = self._first = None
         super().bind(readout)
         return self
 
     @property
-    def _leading(self) -> bool:
-        """The draft vocabulary is the target's first D tokens: no map, no copy of rows."""
-        ids = self.draft_ids
-        return bool(ids[-1] == len(ids) - 1)
+    def leading(self) -> bool:
+        """Whether the draft vocabulary is the target's first D tokens (all of them, say): then the
+        target's own output layer serves, and no row of it is copied."""
+        if self._first is None:
+            self._first = int(self.draft_ids[-1]) == self.config.draft_vocab_size - 1
+        return self._first
 
     @property
     def rows(self) -> tuple[Tensor, Tensor | None]:
         """The target's output rows of the draft vocabulary: weight [D, H], bias [D] or None."""
         if self._rows is None:
             readout, count = self.readout, self.config.draft_vocab_size
-            if self._leading:
+            if self.leading:
                 bias = None if readout.bias is None else readout.bias[:count]
                 self._rows = readout.weight[:count], bias
             else:
@@ -93,9 +96,10 @@ class MtpHead(DraftHead):
         return self._rows
 
     def logits(self, hidden: Tensor, step: int) -> Tensor:
-        weight, bias = self.rows
-        normed = self.norm_of(step)(hidden).to(weight.dtype)
-        return self.readout.cap(F.linear(normed, weight, bias))
+        normed = self.norm_of(step)(hidden).to(self.readout.weight.dtype)
+        if self.leading:  # also where the target's layer is packed for the CPU
+            return self.readout.logits(normed)[..., : self.config.draft_vocab_size]
+        return self.readout.cap(F.linear(normed, *self.rows))
 
     # ── training ─────────────────────────────────────────────────────────────
 

@@ -228,6 +228,30 @@ def test_six_tokens_by_hand(tiny, variant):
         torch.testing.assert_close(loss[step], by_hand)
 
 
+@pytest.mark.parametrize("loss", ["ce", "soft"])
+@torch.no_grad()
+def test_capped_logits_are_capped_in_the_loss(targets, loss):
+    """Gemma caps its logits, the head's and the teacher's alike."""
+    target = targets("gemma2")
+    head = make(target, "chain", draft_vocab=None, loss=loss)
+    for module in head.chain:
+        module.norm.weight.add_(40)  # so that the cap matters
+    batch = make_batch(target, head, *random_rows(torch.Generator().manual_seed(1)))
+    objective = head.objective(batch)
+    for unrolled in head.unroll(batch, 3):
+        live = counted(batch.reply, unrolled.step).flatten()[unrolled.anchors]
+        rows = unrolled.anchors[live] + 1 + unrolled.step
+        logits = head.logits(unrolled.hidden[live], unrolled.step)
+        assert 3 < logits.abs().max() <= 4
+        if loss == "ce":
+            taught = torch.nn.functional.one_hot(batch.tokens.flatten()[rows + 1], logits.shape[1])
+        else:
+            taught = target.logits(batch.last.flatten(0, 1)[rows])[:, :384].softmax(-1)
+            taught = taught * (batch.argmax.flatten()[rows] < 384)[:, None]  # padding is not taught
+        by_hand = -(taught * logits.log_softmax(-1)).sum()
+        torch.testing.assert_close(objective.loss[unrolled.step], by_hand)
+
+
 def test_weights_follow_the_published_schedule(tiny):
     """λ/K for each step: 0.3, then 0.1; the parallel kind counts every head alike."""
     head = make(tiny, "chain", steps=2)
