@@ -13,6 +13,7 @@ B batch, T length, R anchors, H hidden, V vocabulary, D draft vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -26,10 +27,9 @@ from spectrain.core.readout import Readout
 from spectrain.heads import eagle1_init, scoring, vocab
 from spectrain.heads.base import HeadConfig, Needs, Objective, TargetFacts
 from spectrain.heads.eagle_layer import EagleConfig, EntryLayer, sizes_of
-from spectrain.heads.losses import in_pieces, soft_cross_entropy_rows
+from spectrain.heads.linear_loss import linear_cross_entropy
 from spectrain.heads.recurrent import RecurrentHead
 
-_LOGITS_AT_ONCE = 1 << 24  # numbers; the vocabulary is as a rule the target's whole one
 _NOISE_LENGTH = 512  # published: noise is scaled by 512 / length of the row
 
 
@@ -149,20 +149,29 @@ class Eagle1Head(RecurrentHead):
         """One term per step, the weighted sum of both losses over the rows that are taught."""
         parts = scoring.Sums(self, batch)
         last = batch.last.flatten(0, 1)
-        size = _LOGITS_AT_ONCE // self.config.draft_vocab_size
+        weight, bias = self._rows()
+        cap = self.readout.softcap
         for unrolled in self.unroll(batch, self.config.steps):
             step = parts.step(unrolled)
             live = step.live.nonzero().squeeze(1)
             step = scoring.StepRows(step.live[live], step.rows[live], step.taught[live])
             guess, truth = unrolled.hidden[live], last[step.rows]
-            entropy, choice = in_pieces(_Classify(self, truth, unrolled.step), guess, size)
             distance = F.smooth_l1_loss(guess.float(), truth.float(), reduction="none").mean(-1)
+            teacher = partial(self._teacher, truth, unrolled.step)
+            entropy, choice = linear_cross_entropy(
+                guess, weight, bias, teacher, step.taught, softcap=cap
+            )
             loss = (
-                self.config.regression_weight * distance
+                self.config.regression_weight * (distance * step.taught).sum()
                 + self.config.classification_weight * entropy
             )
-            parts.add_choice(step, (loss * step.taught).sum(), self.to_target(choice))
+            parts.add_choice(step, loss, self.to_target(choice))
         return parts.objective()
+
+    @torch.no_grad()
+    def _teacher(self, truth: Tensor, step: int, start: int, stop: int) -> Tensor:
+        """The target's distributions at some of its states `truth` [R, H] → [r, D]."""
+        return self.logits(truth[start:stop], step).float().softmax(-1)
 
     # ── the target's lm_head over the draft vocabulary ───────────────────────
 
@@ -188,16 +197,3 @@ class Eagle1Head(RecurrentHead):
                 else:
                     self._output = self.readout.rows(ids)
         return self._output
-
-
-class _Classify:
-    """Cross-entropy of some rows against the target's own states there; and the first choices."""
-
-    def __init__(self, head: Eagle1Head, truth: Tensor, step: int) -> None:
-        self.head, self.truth, self.step = head, truth, step
-
-    def __call__(self, guess: Tensor, place: slice) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            teacher = self.head.logits(self.truth[place], self.step).float().softmax(-1)
-        logits = self.head.logits(guess, self.step)
-        return soft_cross_entropy_rows(logits, teacher), logits.detach().argmax(-1)

@@ -31,9 +31,6 @@ from spectrain.heads.recurrent import RecurrentHead
 
 AuxLayers = tuple[int, ...]
 
-# Logits that exist at a time, in numbers: what a CPU's cache holds goes through the loss fastest.
-_CHUNK = 1 << 21
-
 
 class Eagle3Options(BaseModel):
     """What a user may choose when a head is made (`head:` in a config, `--set head.steps=5`)."""
@@ -173,8 +170,7 @@ class Eagle3Head(RecurrentHead):
             self.norm(hidden),
             self.lm_head.weight,
             None,
-            lambda start, stop: teacher.at(step.rows[start:stop]),
+            teacher.of_rows(step.rows),
             step.taught,
-            chunk=_CHUNK,
         )
         return loss, self.to_target(choice)

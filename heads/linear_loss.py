@@ -18,8 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from spectrain.core.fast_linear import fast_linear
 
-# float32 logits of one chunk: 64 MiB.
-CHUNK = 1 << 24
+# Logits of one chunk, in numbers: what a CPU's cache holds goes through the loss fastest; a GPU
+# wants large products (256 MiB in float32).
+CPU_CHUNK, GPU_CHUNK = 1 << 21, 1 << 26
 
 # Row range → what these rows are taught: token ids [r] (hard) or distributions [r, D] (soft).
 Taught = Callable[[int, int], Tensor]
@@ -29,18 +30,26 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    taught: Taught,
+    taught: Taught | Tensor,
     keep: Tensor,
     *,
     softcap: float | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Σ over rows with `keep` of the cross-entropy of softmax(cap(hidden · weightᵀ + bias)).
 
     hidden [R, H], weight [D, H], bias [D] or None, keep [R] bool: the rows that are in the loss.
+    taught: all of it, [R] or [R, D], or a function that makes a range of it.
     Returns the sum (float32 scalar) and the first choice of every row [R], kept or not. What rows
     that are not kept are taught may be any valid value. chunk bounds the logits held at a time.
     """
+    if isinstance(taught, Tensor):
+        whole = taught
+
+        def taught(start: int, stop: int) -> Tensor:
+            return whole[start:stop]
+
+    chunk = chunk or (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK)
     return _LinearCrossEntropy.apply(hidden, weight, bias, taught, keep, softcap, chunk)
 
 

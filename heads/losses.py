@@ -16,7 +16,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 LAMBDA_DECAY = 3.0
 # What reverse KL takes for an impossible token: guessing it costs at most 18.4 nats.
@@ -69,44 +68,6 @@ ROW_LOSSES: dict[RowLoss, Callable[[Tensor, Tensor], Tensor]] = {
     "tv": total_variation_rows,
     "reverse_kl": reverse_kl_rows,
 }
-
-
-def in_pieces(
-    function: Callable[[Tensor, slice], tuple[Tensor, Tensor]], hidden: Tensor, size: int
-) -> tuple[Tensor, Tensor]:
-    """Rows of a function whose only trained input is `hidden` [R, H], `size` rows at a time.
-
-    function(hidden of a piece, its place) → its loss [r] and something without gradient [r].
-    Losses of different rows must not depend on each other. Their gradients are taken piece by
-    piece on the way, so no more than `size` rows of logits exist at a time, none twice.
-    """
-    return _Pieces.apply(hidden, function, max(1, size))
-
-
-class _Pieces(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden: Tensor, function: Callable, size: int) -> tuple[Tensor, Tensor]:
-        losses, others, gradients = [], [], []
-        for start in range(0, max(1, len(hidden)), size):
-            place = slice(start, start + size)
-            piece = hidden[place].detach().requires_grad_(ctx.needs_input_grad[0])
-            with torch.set_grad_enabled(ctx.needs_input_grad[0]):
-                loss, other = function(piece, place)
-                if ctx.needs_input_grad[0]:
-                    gradients.extend(torch.autograd.grad(loss.sum(), piece))
-            losses.append(loss.detach())
-            others.append(other)
-        if gradients:
-            ctx.save_for_backward(torch.cat(gradients))
-        result = torch.cat(losses), torch.cat(others)
-        ctx.mark_non_differentiable(result[1])
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return (gradient * grad[:, None]).to(gradient.dtype), None, None
 
 
 def _acceptance(q: Tensor, p: Tensor) -> Tensor:

@@ -21,13 +21,12 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from spectrain.core.batch import Batch, Features, counted
 from spectrain.core.fast_linear import Linear
 from spectrain.heads import scoring, vocab
 from spectrain.heads.base import DraftHead, HeadConfig, Needs, Objective, TargetFacts, Unrolled
-from spectrain.heads.losses import soft_cross_entropy_rows
+from spectrain.heads.linear_loss import linear_cross_entropy
 
 
 class MedusaOptions(BaseModel):
@@ -149,33 +148,25 @@ class MedusaHead(DraftHead):
         teacher = scoring.Teacher.of(self, batch) if labels is None else None
         parts = scoring.Sums(self, batch, labels)
         for step in range(self.config.steps):
-            # Each head on the rows that count for it. Its logits, as wide as the vocabulary, are
-            # made once more in the backward pass, so that those of one head exist at a time.
+            # Each head on the rows that count for it.
             anchors = counted(batch.reply, step).flatten().nonzero().squeeze(1)
             rows = parts.step(Unrolled(step, anchors, anchors))
-            loss, choice = checkpoint(
-                self._loss, batch, labels, teacher, anchors, rows, step, use_reentrant=False
+            if teacher is None:
+                label = torch.where(rows.taught, labels.flatten()[rows.rows], self.draft_ids[0])
+                taught = self.to_draft(label)
+            else:
+                taught = teacher.of_rows(rows.rows)
+            output = self.heads[step][-1]
+            loss, choice = linear_cross_entropy(
+                self._blocks(_rows(batch, anchors), step),
+                output.weight,
+                output.bias,
+                taught,
+                rows.taught,
+                softcap=self.readout.softcap,
             )
-            parts.add_choice(rows, loss, choice)
+            parts.add_choice(rows, loss, self.to_target(choice))
         return parts.objective()
-
-    def _loss(
-        self,
-        batch: Batch,
-        labels: Tensor | None,
-        teacher: scoring.Teacher | None,
-        anchors: Tensor,
-        rows: scoring.StepRows,
-        step: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Loss summed over the taught rows, and the first choices [R] as target ids."""
-        logits = self.logits(self._blocks(_rows(batch, anchors), step), step)
-        if teacher is not None:
-            loss = soft_cross_entropy_rows(logits, teacher.at(rows.rows))
-        else:
-            label = torch.where(rows.taught, labels.flatten()[rows.rows], self.draft_ids[0])
-            loss = F.cross_entropy(logits.float(), self.to_draft(label), reduction="none")
-        return (loss * rows.taught).sum(), self.to_target(logits.detach().argmax(-1))
 
     def weights(self, progress: float) -> list[float]:
         return [self.config.step_decay**k for k in range(self.config.steps)]

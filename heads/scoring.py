@@ -7,6 +7,7 @@ B batch, T length, R anchors, U teacher rows, K steps, V vocabulary, D draft voc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -110,6 +111,10 @@ class Teacher:
         lookup = rows.new_full((reply.numel(),), len(rows))
         lookup[rows] = torch.arange(len(rows), device=rows.device)
         return cls(teacher, lookup)
+
+    def of_rows(self, rows: Tensor) -> Callable[[int, int], Tensor]:
+        """`at`, for losses that take a range of the rows at a time."""
+        return lambda start, stop: self.at(rows[start:stop])
 
     def at(self, rows: Tensor) -> Tensor:
         """Flat teacher rows [R] → distributions [R, D]."""

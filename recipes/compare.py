@@ -51,6 +51,9 @@ class CompareConfig(Config):
 
     target: str = Field("smollm2-135m", description="target: embedded name, folder or hub id")
     store: Path = Field(Path("runs/store"), description="feature store that `prepare` wrote")
+    heldout_store: Path | None = Field(
+        None, description="store whose held-out rows are measured on; default: the same store"
+    )
     out: Path = Field(Path("runs/compare"), description="folder for heads, table and plot")
     entries: dict[str, dict[str, Any]] = Field(
         ENTRIES,
@@ -78,21 +81,24 @@ def run(config: CompareConfig) -> dict[str, Any]:
         for name, entry in _chosen(config).items()
     }
     original = Target.load(config.target)
-    store.require_target(original.fingerprint)
-    rows = rows_for(0.0, store.rows("heldout"))
+    heldout = FeatureStore.open(config.heldout_store) if config.heldout_store else store
+    for opened in (store, heldout):
+        opened.require_target(original.fingerprint)
+    rows = rows_for(0.0, heldout.rows("heldout"))
     if not rows:
         raise SpectrainError(
             "no held-out rows, nothing can be measured",
-            where=str(config.store),
+            where=str(heldout.path),
             fix="prepare a store with --heldout 0.1",
         )
-    prompts = [store.prompt(row) for row in rows]
+    prompts = [heldout.prompt(row) for row in rows]
     entries: dict[str, dict[str, Any]] = {}
     drafters: dict[str, tuple[Target, DraftHead]] = {}
     for name, folder in folders.items():
         target, head = _load(folder, original, trainings.get(name))
         steps = min(config.draft_tokens, head.longest_draft)
-        source, used = store, rows
+        heldout.require_features(head.needs.aux_layers, head.needs.last_everywhere)
+        source, used = heldout, rows
         if target is not original:
             source = OnPolicy(target, prompts, rows, head.needs)
             used = source.rows

@@ -11,11 +11,11 @@ from tiny_models import SIZES, make_batch, random_rows, save_tiny
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spectrain.core.batch import Batch, counted
+from spectrain.core.batch import Batch, Features, counted
 from spectrain.core.errors import SpectrainError
 from spectrain.core.readout import Readout
 from spectrain.core.target import Target
-from spectrain.heads import eagle1, eagle1_init
+from spectrain.heads import eagle1_init, linear_loss
 from spectrain.heads.base import TargetFacts
 from spectrain.heads.eagle1 import Eagle1Config, Eagle1Head, Eagle1Options
 from spectrain.heads.io import load_head, save_head
@@ -170,7 +170,7 @@ def test_objective_and_gradients_equal_the_slow_reference(
     target, size = {"reduced": (tiny, 120), "all tokens": (tiny, None), "identity": (whole, None)}[
         vocabulary
     ]
-    monkeypatch.setattr(eagle1, "_LOGITS_AT_ONCE", pieces)
+    monkeypatch.setattr(linear_loss, "CPU_CHUNK", pieces)
     head = create(target, "eagle1", steps=steps, draft_vocab_size=size, fc_bias=fc_bias)
     assert head.config.draft_vocab_size == (size or 384)
     batch = make_batch(target, head, *random_rows(torch.Generator().manual_seed(8)))
@@ -243,7 +243,7 @@ def test_noise_is_as_wide_as_published(tiny):
     head = create(tiny, "eagle1")
     last = torch.ones(2, 64, 48)
     last[1, 16:] = 0
-    noise = head.disturb(eagle1.Features(last, None)).last - last
+    noise = head.disturb(Features(last, None)).last - last
     for row, length in ((0, 64), (1, 16)):
         widest = 0.5 * 0.2 * 512 / length
         assert 0.99 * widest < noise[row].abs().max() <= widest

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spectrain.heads.losses import ROW_LOSSES, in_pieces
+from spectrain.heads.losses import ROW_LOSSES
 
 
 def slow(name: str, logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -114,33 +114,3 @@ def test_low_precision_is_widened(name):
     rows = ROW_LOSSES[name](logits, teacher)
     assert rows.dtype == torch.float32
     torch.testing.assert_close(rows, ROW_LOSSES[name](logits.float(), teacher.float()))
-
-
-@pytest.mark.parametrize("rows", [0, 1, 7])
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_pieces_equal_the_whole(rows, size):
-    generator = torch.Generator().manual_seed(rows)
-    hidden = torch.randn(rows, 4, generator=generator, requires_grad=True)
-    weight = torch.randn(9, 4, generator=generator)
-    teacher = torch.randn(rows, 9, generator=generator).softmax(-1)
-    scale = torch.rand(rows, generator=generator)
-    pieces = []
-
-    def function(piece, place):
-        pieces.append(len(piece))
-        logits = piece @ weight.T
-        return ROW_LOSSES["soft_ce"](logits, teacher[place]), logits.detach().argmax(-1)
-
-    loss, choice = in_pieces(function, hidden, size)
-    assert sum(pieces) == rows
-    assert max(pieces) <= size
-    logits = hidden @ weight.T
-    whole = ROW_LOSSES["soft_ce"](logits, teacher)
-    torch.testing.assert_close(loss, whole)
-    assert torch.equal(choice, logits.argmax(-1))
-    got, wanted = (torch.autograd.grad((x * scale).sum(), hidden)[0] for x in (loss, whole))
-    torch.testing.assert_close(got, wanted)
-    with torch.no_grad():
-        quiet, _ = in_pieces(function, hidden, size)
-    assert torch.equal(quiet, loss.detach())
-    assert not quiet.requires_grad
