@@ -248,7 +248,8 @@ def train_mtp(
     \b
     Examples:
       spectrain train-mtp --kind sequential --store runs/store --out runs/mtp
-      spectrain train-mtp --kind parallel --store runs/store --out runs/mtp
+      spectrain train-mtp --target with-mtp --store runs/store --out runs/mtp \\
+          --set head.native=true --set put_back=new-target
     """
     _train(
         {kind: {"family": f"mtp-{kind}"} for kind in ("parallel", "sequential")},

@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -167,6 +168,19 @@ class DraftHead(nn.Module, ABC):
     def longest_draft(self) -> int:
         """Positions the head can draft; a recurrent head goes on beyond the steps it learnt."""
         return self.config.steps
+
+    @property
+    def native(self) -> bool:
+        """Whether the head is a part of its target's checkpoint (native MTP layers)."""
+        return False
+
+    def put_back(self, checkpoint: Path, out: Path) -> None:
+        """Write a copy of the target's checkpoint with this head in the place of its own part."""
+        raise SpectrainError(
+            f"a head of family {self.family} is no part of its target's checkpoint",
+            where="put_back",
+            fix="only MTP layers that came with the target (head.native=true) can be put back",
+        )
 
     @property
     def tree(self) -> TreeDefaults | None:

@@ -15,6 +15,7 @@ B batch, n rows, m nodes, K steps, H hidden, D draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
@@ -33,7 +34,7 @@ from spectrain.heads.mtp_module import (
     check_layer,
     start_from_target,
 )
-from spectrain.heads.mtp_native import Native
+from spectrain.heads.mtp_native import Native, put_back
 from spectrain.heads.mtp_recurrence import RecurrentState
 from spectrain.heads.mtp_shared import MtpConfig, MtpHead, MtpOptions
 
@@ -126,6 +127,13 @@ class MtpSequentialHead(MtpHead):
                 start_from_target(*parts, kind, target, normed=normed)
         head.to(target.device).bind(target.readout)
         return head
+
+    @property
+    def native(self) -> bool:
+        return self.config.native is not None
+
+    def put_back(self, checkpoint: Path, out: Path) -> None:
+        put_back(self, Path(checkpoint), out)
 
     @property
     def longest_draft(self) -> int:

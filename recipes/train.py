@@ -23,7 +23,7 @@ from spectrain.core.batch import Batch, counted
 from spectrain.core.config import nearest
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import disk_errors, read_json, sha256_file, write_json
-from spectrain.core.models import lasting_name
+from spectrain.core.models import lasting_name, resolve
 from spectrain.core.provenance import provenance
 from spectrain.core.target import Target
 from spectrain.data.shard import RowInfo
@@ -62,6 +62,10 @@ class TrainConfig(TrainerSettings):
     extend: bool = Field(
         False, description="let a run go on to more steps than it was started with"
     )
+    put_back: Path | None = Field(
+        None,
+        description="new folder for a copy of the target with its native MTP layers as trained",
+    )
     overwrite: bool = Field(False, description="throw away an earlier run in the same folder")
 
 
@@ -69,7 +73,7 @@ class TrainConfig(TrainerSettings):
 # others are compared by what follows from them.
 _NOT_COMPARED = FREE_TO_CHANGE | {
     *("target", "store", "out", "init", "extend", "overwrite", "epochs", "steps"),
-    *("family", "head"),
+    *("family", "head", "put_back"),
 }
 
 
@@ -100,11 +104,15 @@ def run(config: TrainConfig) -> dict[str, Any]:
         if finished is not None:
             if main:
                 print(f"this run is finished: {config.out / HEAD}", file=sys.stderr)
+                if config.put_back:
+                    load_head(config.out / HEAD).put_back(resolve(config.target), config.put_back)
             return finished
 
         torch.manual_seed(config.seed)
         target = _target(settings, store, accelerator)
         head: DraftHead | JointHead = _head(kind, options, settings, target, store)
+        if config.put_back and not head.native:
+            head.put_back(resolve(config.target), config.put_back)  # tells why it cannot
         if settings.trunk.trained:
             quality = [_reply_loss(target, store, accelerator)]
             head = JointHead(head, target, settings.trunk)
@@ -143,6 +151,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
             }
             save_head(head, config.out / HEAD, extra)
             write_json(config.out / REPORT, {"report": report, "config": identity})
+            if config.put_back:
+                head.put_back(resolve(config.target), config.put_back)
         accelerator.wait_for_everyone()
         return report
     finally:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers.modeling_layers
 from head_kinds import create
+from preparing import PROMPTS, write
 from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, make_batch, random_rows
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -24,6 +25,7 @@ from spectrain.heads.mtp_checkpoint import INDEX, SINGLE, Checkpoint
 from spectrain.heads.mtp_module import LayerKind
 from spectrain.heads.mtp_native import Native, put_back
 from spectrain.heads.mtp_sequential import MtpSequentialConfig, MtpSequentialHead
+from spectrain.recipes import prepare, train
 
 H, V, LAYERS = SIZES["hidden_size"], SIZES["vocab_size"], SIZES["num_hidden_layers"]
 WITHOUT_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
@@ -578,3 +580,28 @@ def test_a_failure_on_the_way_leaves_nothing(checkpoints, tmp_path, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         put_back(head, folder, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_trained_layers_go_back_into_the_checkpoint(tmp_path, checkpoints):
+    """prepare, train-mtp, put back: a target that differs in its MTP layers alone."""
+    _, folder, _ = checkpoints("qwen2")
+    prepare.run(
+        prepare.PrepareConfig(
+            target=str(folder),
+            prompts=write(tmp_path / "prompts.jsonl", PROMPTS[:6]),
+            store=tmp_path / "store",
+            max_new_tokens=8,
+        )
+    )
+    settings = {"target": str(folder), "store": tmp_path / "store", "out": tmp_path / "run"}
+    settings |= {"family": "mtp-sequential", "steps": 2, "batch_size": 2, "lr": 1e-2}
+    with pytest.raises(SpectrainError, match=r"head\.native=true"):
+        train.run(train.TrainConfig(**settings, put_back=tmp_path / "new"))
+    settings["head"] = {"native": True}
+    train.run(train.TrainConfig(**settings, put_back=tmp_path / "new"))
+    before, after = load_all(folder), load_all(tmp_path / "new")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "mtp" in name}
+    # A run that is finished can be put back later.
+    train.run(train.TrainConfig(**settings, put_back=tmp_path / "again"))
+    assert (tmp_path / "again" / SINGLE).read_bytes() == (tmp_path / "new" / SINGLE).read_bytes()
