@@ -25,7 +25,7 @@ from spectrain.heads.eagle_layer import (
     sizes_of,
 )
 from spectrain.heads.layers import RMSNorm
-from spectrain.heads.linear_loss import linear_cross_entropy
+from spectrain.heads.linear_loss import linear_cross_entropy, linear_row_loss
 from spectrain.heads.losses import ROW_LOSSES, RowLoss
 from spectrain.heads.recurrent import RecurrentHead
 
@@ -153,24 +153,17 @@ class Eagle3Head(RecurrentHead):
         parts = scoring.Sums(self, batch)
         for unrolled in self.unroll(batch, self.config.steps):
             step = parts.step(unrolled)
-            if self.config.loss == "soft_ce":
-                loss, choice = self._cross_entropy(unrolled.hidden, teacher, step)
-                parts.add_choice(step, loss, choice)
-            else:
-                logits = self.logits(unrolled.hidden, unrolled.step)
-                row_loss = ROW_LOSSES[self.config.loss]
-                parts.add(step, row_loss(logits, teacher.at(step.rows)), logits)
+            parts.add_choice(step, *self._loss(unrolled.hidden, teacher, step))
         return parts.objective()
 
-    def _cross_entropy(
+    def _loss(
         self, hidden: Tensor, teacher: scoring.Teacher, step: scoring.StepRows
     ) -> tuple[Tensor, Tensor]:
-        """soft_cross_entropy_rows, summed, and the first choices [R]; logits a chunk at a time."""
-        loss, choice = linear_cross_entropy(
-            self.norm(hidden),
-            self.lm_head.weight,
-            None,
-            teacher.of_rows(step.rows),
-            step.taught,
-        )
-        return loss, self.to_target(choice)
+        """The loss summed over the taught rows, and the first choices [R]."""
+        rows = self.norm(hidden), self.lm_head.weight
+        taught, loss = teacher.of_rows(step.rows), self.config.loss
+        if loss == "soft_ce":  # the quickest: its gradient is written down
+            total, choice = linear_cross_entropy(*rows, None, taught, step.taught)
+        else:
+            total, choice = linear_row_loss(*rows, taught, step.taught, ROW_LOSSES[loss])
+        return total, self.to_target(choice)

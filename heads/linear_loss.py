@@ -125,6 +125,78 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
+def linear_row_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    taught: Callable[[int, int], Tensor],
+    keep: Tensor,
+    row_loss: Callable[[Tensor, Tensor], Tensor],
+    *,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Any loss of a row: Σ over rows with `keep` of row_loss(hidden · weightᵀ, taught).
+
+    row_loss: logits [r, D] and teacher [r, D] → [r]; of different rows independent. Its gradient is
+    taken by autograd, chunk by chunk.
+    """
+    chunk = chunk or (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK)
+    return _LinearRowLoss.apply(hidden, weight, taught, keep, row_loss, chunk)
+
+
+class _LinearRowLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        taught: Callable[[int, int], Tensor],
+        keep: Tensor,
+        row_loss: Callable[[Tensor, Tensor], Tensor],
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        learns = any(ctx.needs_input_grad[:2])
+        fixed = weight.detach().requires_grad_(ctx.needs_input_grad[1])
+        losses, choices, to_hidden, to_weight = [], [], [], None
+        size = max(1, chunk // len(weight))
+        for start in range(0, len(hidden), size):
+            part = hidden[start : start + size].detach().requires_grad_(ctx.needs_input_grad[0])
+            stop = start + len(part)
+            with torch.set_grad_enabled(learns):
+                logits = fast_linear(part, fixed)
+                loss = torch.where(keep[start:stop], row_loss(logits, taught(start, stop)), 0).sum()
+                if learns:
+                    wanted = [value for value in (part, fixed) if value.requires_grad]
+                    found = list(torch.autograd.grad(loss, wanted))
+                    if fixed.requires_grad:
+                        last = found.pop()
+                        to_weight = last if to_weight is None else to_weight.add_(last)
+                    to_hidden += found
+            losses.append(loss.detach())
+            choices.append(logits.detach().argmax(-1))
+        loss = torch.stack(losses).sum() if losses else hidden.new_zeros(()).float()
+        choice = torch.cat(choices) if choices else keep.new_zeros(0, dtype=torch.int64)
+        ctx.save_for_backward(
+            (torch.cat(to_hidden) if to_hidden else torch.zeros_like(hidden))
+            if ctx.needs_input_grad[0]
+            else None,
+            (torch.zeros_like(weight) if to_weight is None else to_weight)
+            if ctx.needs_input_grad[1]
+            else None,
+        )
+        ctx.mark_non_differentiable(choice)
+        return loss, choice
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, _choice: Tensor) -> tuple[Tensor | None, ...]:
+        to_hidden, to_weight = ctx.saved_tensors
+        return (
+            None if to_hidden is None else (to_hidden * grad).to(to_hidden.dtype),
+            None if to_weight is None else (to_weight * grad).to(to_weight.dtype),
+            *(None,) * 4,
+        )
+
+
 def _product_type(weight: Tensor) -> torch.dtype:
     """What the products are computed in: the lower type under autocast."""
     kind = weight.device.type

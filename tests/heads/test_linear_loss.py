@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spectrain.heads.linear_loss import linear_cross_entropy
+from spectrain.heads.linear_loss import linear_cross_entropy, linear_row_loss
+from spectrain.heads.losses import ROW_LOSSES
 
 ROWS, HIDDEN, TOKENS = 7, 5, 11
 
@@ -173,3 +174,29 @@ def test_the_memory_benchmark_compares_like_with_like():
     rows = [{"method": name, "mb": 1.0, "loss": 2.0} for name in bench.METHODS]
     report = vars(options) | {"results": rows, "one_head_of_logits_mb": 3.0}
     assert all(name in bench.render(report) for name in bench.METHODS)
+
+
+@pytest.mark.parametrize("loss", ROW_LOSSES)
+@pytest.mark.parametrize("trained", [True, False], ids=["weight trained", "frozen"])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_any_row_loss_in_chunks_equals_the_whole(loss, trained, rows):
+    generator = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, 4, generator=generator, requires_grad=True)
+    weight = torch.randn(9, 4, generator=generator).requires_grad_(trained)
+    teacher = torch.randn(rows, 9, generator=generator).softmax(-1)
+    keep = torch.rand(rows, generator=generator) < 0.7
+    whole = torch.where(keep, ROW_LOSSES[loss](hidden @ weight.T, teacher), 0).sum()
+    total, choice = linear_row_loss(
+        hidden, weight, lambda a, b: teacher[a:b], keep, ROW_LOSSES[loss], chunk=2 * 9
+    )
+    torch.testing.assert_close(total, whole)
+    assert torch.equal(choice, (hidden @ weight.T).argmax(-1))
+    wanted = [hidden, weight] if trained else [hidden]
+    got, expected = (torch.autograd.grad(x * 3, wanted) for x in (total, whole))
+    for one, two in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, two)
+    with torch.no_grad():
+        quiet, _ = linear_row_loss(
+            hidden, weight, lambda a, b: teacher[a:b], keep, ROW_LOSSES[loss], chunk=2 * 9
+        )
+    assert torch.equal(quiet, total.detach())
