@@ -165,9 +165,9 @@ def _trainings(config: CompareConfig, store: FeatureStore) -> dict[str, train.Tr
             "out": str(config.out / name),
             "seed": config.seed,
         }
-        settings = load_config(
-            train.TrainConfig, "train", None, (), _flat({**config.common, **entry, **flags})
-        )
+        # Flat before they are merged, so that an entry's head options join the common ones.
+        merged = {**_flat(config.common), **_flat(entry), **flags}
+        settings = load_config(train.TrainConfig, "train", None, (), merged)
         train.check_options(settings)
         found[name] = settings
     rows = len(store.rows("train"))

@@ -9,6 +9,7 @@ from preparing import PROMPTS, write
 
 from spectrain.core.errors import SpectrainError
 from spectrain.evaluation.comparison import markdown, rows
+from spectrain.heads.io import load_head
 from spectrain.recipes import compare, evaluate, prepare, train
 
 
@@ -54,6 +55,9 @@ def test_table_numbers_are_those_of_the_single_commands(config, store, tiny_path
     assert json.loads((tmp_path / "out" / "compare.json").read_text()) == report
     assert (tmp_path / "out" / "compare.png").read_bytes()[:4] == b"\x89PNG"
     for name, entry in report["entries"].items():
+        head = load_head(tmp_path / "out" / name)
+        assert head.config.steps == {"two": 2, "three": 3}[name]  # the entry's own
+        assert head.config.draft_vocab_size == 60  # common to all
         alone = evaluate.run(
             evaluate.EvalConfig(
                 target=str(tiny_path),
