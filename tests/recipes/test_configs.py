@@ -91,6 +91,38 @@ def test_shipped_recipe_runs(name, tiny_path, tmp_path):
     assert written["identical"]["transformers"] == 2
 
 
+COMPARED = [name for name in shipped_configs() if "compare" in sections(name)]
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_shipped_comparison_runs(name, tiny_path, tmp_path):
+    """Every entry, tiny: its own options and the common ones, on one store."""
+    store = tmp_path / "store"
+    flags = {"target": str(tiny_path), "store": str(store), "heldout": 0.3, "max_new_tokens": 12}
+    flags["prompts"] = str(write(tmp_path / "prompts.jsonl", PROMPTS))
+    flags["heldout_temperatures"] = [0.0]
+    prepare.run(load_config(prepare.PrepareConfig, "prepare", None, flags=flags))
+    config = load_config(compare.CompareConfig, "compare", name).model_dump()
+    for entry in config["entries"].values():
+        if "draft_vocab_size" in family(train_family(config, entry)).Options.model_fields:
+            entry.setdefault("head", {})["draft_vocab_size"] = 60
+    config["common"] |= {"steps": 2, "batch_size": 2, "micro_batch": 2}
+    tiny = {"target": str(tiny_path), "store": store, "out": tmp_path / "out", "prompts": 2}
+    report = compare.run(compare.CompareConfig(**config | tiny | {"max_new_tokens": 6}))
+    assert set(report["entries"]) == set(sections(name)["compare"]["entries"])
+    assert all(entry["tau"][0]["value"] >= 1 for entry in report["entries"].values())
+
+
+def train_family(config: dict, entry: dict) -> str:
+    return entry.get("family") or config["common"]["family"]
+
+
+def test_the_comparison_has_every_family():
+    compared = sections("compare-smollm2")["compare"]["entries"]
+    assert {entry["family"] for entry in compared.values()} == set(FAMILIES) - {"eagle2"}
+    assert {entry.get("trunk", {}).get("mode") for entry in compared.values()} == {None, "lora"}
+
+
 def test_every_family_has_a_recipe_for_the_embedded_target_and_for_a_large_one():
     trained = {name: load_config(train.TrainConfig, "train", name) for name in TRAINED}
     for ending, target in (("-smollm2", "smollm2-135m"), ("-8b", "meta-llama/")):
