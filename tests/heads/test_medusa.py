@@ -7,14 +7,18 @@ import math
 import pytest
 import torch
 from head_kinds import create
+from pydantic import ValidationError
 from tiny_models import SIZES, make_batch, random_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spectrain.core.batch import Batch, counted
+from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
+from spectrain.generator.speculate import Generator
 from spectrain.heads import medusa
 from spectrain.heads.base import Needs
 from spectrain.heads.medusa import MedusaOptions
+from spectrain.heads.registry import FAMILIES, family
 
 
 def slow_objective(head, batch: Batch):
@@ -184,3 +188,18 @@ def test_logits_of_rows_that_do_not_count_are_never_made(tiny, monkeypatch):
     monkeypatch.setattr(medusa, "linear_cross_entropy", watched)
     head.objective(batch)
     assert made == [int(counted(reply, step).sum()) for step in range(3)]
+
+
+@pytest.mark.parametrize("name", ["medusa", "mtp-parallel", "mtp-sequential"])
+def test_a_draft_deeper_than_the_heads_is_refused_with_both_numbers(tiny, name):
+    """CASE 37."""
+    head = create(tiny, name, steps=3)
+    with pytest.raises(SpectrainError, match="4 is not between 1 and 3"):
+        Generator(tiny, head, 4)
+    assert Generator(tiny, head, 3).gamma == 3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_head_has_zero_steps(name):
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        family(name).Options(steps=0)
