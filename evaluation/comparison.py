@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -16,10 +16,11 @@ from rich.text import Text
 from spectrain.evaluation.plot import COLOURS, MARKERS
 
 DEFINITIONS = {
-    "parameters": "of the head, in millions; what it shares with the target is not counted",
+    "params": "of the head, and of them (and of a tuned target) those that were trained, in "
+    "millions; what a head shares with its target is not counted",
     "B/token": "bytes of stored features that training this head reads per token of the store",
     "α k": "greedy, conditional: first choices agree at position k when those before it did",
-    "τ γ": "tokens per target forward with chains of γ guesses, greedy, the target's own included; "
+    "τ": "tokens per target forward with chains of γ guesses, greedy, the target's own included; "
     "exact walk over held-out replies, 95 % bootstrap over conversations",
     "speed": "tokens per second over spectrain-plain (this engine without a head) in one race, "
     "95 % bootstrap over prompts",
@@ -29,29 +30,29 @@ DEFINITIONS = {
 def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and cells; the heads by τ, the best first, then the baselines."""
     entries, methods = report["entries"], report["race"]["methods"]
-    longest = max(len(entry["positions"]) for entry in entries.values())
-    header = ["head", "params", "train s", "B/token"]
+    longest = report["draft_tokens"]
+    header = ["head", "params", "trained", "tokens", "train s", "B/token"]
     header += [f"α{k + 1}" for k in range(longest)]
-    header += ["τ", f"speed, γ = {report['race_draft_tokens']}"]
+    header += [f"τ, γ = {longest}", f"speed, γ = {report['race_draft_tokens']}"]
     cells = []
     for name, entry in sorted(entries.items(), key=lambda pair: -pair[1]["tau"][-1]["value"]):
         alphas = [_plain(p["conditional"], 2) for p in entry["positions"]]
-        tau = f"{_interval(entry['tau'][-1])} (γ {len(entry['tau'])})"
         cells.append(
             [
                 name,
-                f"{entry['parameters'] / 1e6:.1f} M",
-                "–" if entry["seconds"] is None else f"{entry['seconds']:,.0f}",
+                f"{entry['parameters'] / 1e6:.1f}",
+                _or_dash(entry["trained_parameters"], lambda n: f"{n / 1e6:.1f}"),
+                _or_dash(entry["trained_tokens"], lambda n: f"{n / 1e3:,.0f}k"),
+                _or_dash(entry["seconds"], lambda n: f"{n:,.0f}"),
                 f"{entry['bytes_per_token']:,.0f}",
                 *alphas,
-                *[""] * (longest - len(alphas)),
-                tau,
+                _interval(entry["tau"][-1]),
                 _interval(methods[name]["speedup over spectrain-plain"]),
             ]
         )
     for name in ("spectrain-plain", "transformers"):
         ratio = _interval(methods[name]["speedup over spectrain-plain"])
-        cells.append([name, *[""] * (longest + 3), "1", "1" if "plain" in name else ratio])
+        cells.append([name, *[""] * (longest + 5), "1", "1" if "plain" in name else ratio])
     return header, cells
 
 
@@ -64,10 +65,8 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    trained = {entry["trained_tokens"] for entry in report["entries"].values()} - {None}
-    each = f"{max(trained):,} trained tokens each; " if trained else ""
     return (
-        f"{report['target']}, {report['store_tokens'] or 0:,} reply tokens in the store, {each}"
+        f"{report['target']}, {report['store_tokens'] or 0:,} reply tokens in the store, "
         f"{report['heldout_conversations']} held-out conversations, race over "
         f"{report['race']['prompts']} held-out prompts"
     )
@@ -140,6 +139,10 @@ def _finish(axes: Any, title: str, label: str) -> None:
     axes.grid(axis="both", color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _or_dash(value: float | None, show: Callable[[float], str]) -> str:
+    return "–" if value is None else show(value)
 
 
 def _plain(interval: Mapping[str, Any], digits: int) -> str:

@@ -2,13 +2,14 @@
 
     check every entry → train (or load) each in turn → α and τ on held-out rows → one race → table
 
-A run that was interrupted goes on where it was: finished heads are not trained again. Heads are
-compared at the same number of trained tokens; entries that would see more or fewer are refused.
+A run that was interrupted goes on where it was: finished heads are not trained again. Heads that
+are trained here see the same number of tokens (other settings are refused); what a head that is
+loaded has seen is its own affair, and the table says so. τ is compared at one length of draft, the
+longest that every head can.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from spectrain.core.packing import pack
 from spectrain.core.target import Target
 from spectrain.data.store import FeatureStore
 from spectrain.evaluation.comparison import DEFINITIONS, draw, markdown, table
-from spectrain.evaluation.measure import measure, rows_for
+from spectrain.evaluation.measure import measure
 from spectrain.evaluation.onpolicy import OnPolicy
 from spectrain.evaluation.race import of_generator, race, speedup, stock, summary
 from spectrain.evaluation.summary import summarise
@@ -57,7 +58,8 @@ class CompareConfig(Config):
     out: Path = Field(Path("runs/compare"), description="folder for heads, table and plot")
     entries: dict[str, dict[str, Any]] = Field(
         ENTRIES,
-        description="name → settings of `train`, or name → {load: folder} for a head that exists",
+        description="name → settings of `train`; or name → {load: folder} for a head that exists, "
+        "with target: folder when it drafts for a tuned one",
     )
     common: dict[str, Any] = Field({}, description="settings of `train` for all entries")
     families: tuple[str, ...] | None = Field(
@@ -84,22 +86,25 @@ def run(config: CompareConfig) -> dict[str, Any]:
     heldout = FeatureStore.open(config.heldout_store) if config.heldout_store else store
     for opened in (store, heldout):
         opened.require_target(original.fingerprint)
-    rows = rows_for(0.0, heldout.rows("heldout"))
+    rows = [row for row in heldout.rows("heldout") if row.temperature == 0]
     if not rows:
         raise SpectrainError(
-            "no held-out rows, nothing can be measured",
+            "no held-out rows that were answered at temperature 0, nothing can be measured",
             where=str(heldout.path),
-            fix="prepare a store with --heldout 0.1",
+            fix="prepare a store with --heldout 0.1 and heldout_temperatures 0",
         )
     prompts = [heldout.prompt(row) for row in rows]
     entries: dict[str, dict[str, Any]] = {}
-    drafters: dict[str, tuple[Target, DraftHead]] = {}
-    for name, folder in folders.items():
-        target, head = _load(folder, original, trainings.get(name))
-        steps = min(config.draft_tokens, head.longest_draft)
-        heldout.require_features(head.needs.aux_layers, head.needs.last_everywhere)
+    drafters = {
+        name: _load(folder, original, _tuned(config.entries[name], trainings.get(name)))
+        for name, folder in folders.items()
+    }
+    steps = min(config.draft_tokens, *(head.longest_draft for _, head in drafters.values()))
+    for name, (target, head) in drafters.items():
         source, used = heldout, rows
-        if target is not original:
+        if target is original:
+            heldout.require_features(head.needs.aux_layers, head.needs.last_everywhere)
+        else:
             source = OnPolicy(target, prompts, rows, head.needs)
             used = source.rows
         conversations = measure(target, head, source, {0.0: used}, steps)[0.0]
@@ -107,7 +112,7 @@ def run(config: CompareConfig) -> dict[str, Any]:
         entries[name] = {
             "family": head.family,
             "target": target.name,
-            "head": str(folder),
+            "head": str(folders[name]),
             "parameters": sum(p.numel() for p in head.parameters()),
             "trained_parameters": own.get("trained_parameters"),
             "seconds": own.get("seconds"),
@@ -118,14 +123,12 @@ def run(config: CompareConfig) -> dict[str, Any]:
             "quality": own.get("quality"),
             **summarise(conversations, steps, config.seed),
         }
-        drafters[name] = (target, head)
-        gc.collect()
     report = {
         "target": config.target,
         "store": str(config.store),
         "store_tokens": store.manifest["counts"].get("supervised_tokens", {}).get("train"),
         "heldout_conversations": len(rows),
-        "draft_tokens": config.draft_tokens,
+        "draft_tokens": steps,
         "race_draft_tokens": config.race_draft_tokens,
         "entries": entries,
         "race": _race(config, original, drafters, prompts[: config.prompts]),
@@ -193,11 +196,15 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _load(
-    folder: Path, original: Target, settings: train.TrainConfig | None
-) -> tuple[Target, DraftHead]:
-    """A head and the target it drafts for: the original one, or the one that was tuned with it."""
-    tuned = settings and train.tuned_target(settings.out)
+def _tuned(entry: Mapping[str, Any], settings: train.TrainConfig | None) -> Path | None:
+    """The target that was tuned with a head, if there is one."""
+    if settings is not None:
+        return train.tuned_target(settings.out)
+    return Path(entry["target"]) if "target" in entry else None
+
+
+def _load(folder: Path, original: Target, tuned: Path | None) -> tuple[Target, DraftHead]:
+    """A head, bound to the target it drafts for."""
     target = Target.load(str(tuned)) if tuned else original
     head = load_head(folder)
     head.check_target(target, str(folder))
