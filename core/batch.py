@@ -42,6 +42,8 @@ class Batch:
     aux    [B, T, A] the target's auxiliary states low→mid→high, or None when not captured
     last   [B, T, H] the target's last state after the final norm, zeros where it was not kept
     argmax [B, T] int64, the target's own argmax for x[t+1] over the whole vocabulary; −1: unknown
+    stored [B, T] the same as the store has it, where `argmax` is that of a target that is trained
+           along: it decides which rows are taught, so that they are known before the forward
     """
 
     tokens: Tensor
@@ -49,6 +51,12 @@ class Batch:
     aux: Tensor | None
     last: Tensor | None
     argmax: Tensor
+    stored: Tensor | None = None
+
+    @property
+    def deciding(self) -> Tensor:
+        """The argmax that decides which rows a reduced vocabulary leaves out."""
+        return self.argmax if self.stored is None else self.stored
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
         """Move every tensor; features also change to `dtype` when given."""

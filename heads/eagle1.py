@@ -28,6 +28,7 @@ from spectrain.heads import eagle1_init, scoring, vocab
 from spectrain.heads.base import HeadConfig, Needs, Objective, TargetFacts
 from spectrain.heads.eagle_layer import EagleConfig, EntryLayer, sizes_of
 from spectrain.heads.linear_loss import linear_cross_entropy
+from spectrain.heads.noise import row_lengths, row_noise
 from spectrain.heads.recurrent import RecurrentHead
 
 _NOISE_LENGTH = 512  # published: noise is scaled by 512 / length of the row
@@ -116,17 +117,14 @@ class Eagle1Head(RecurrentHead):
     def read(self, features: Features) -> Tensor:
         return features.last.to(self.dtype)
 
-    def disturb(self, features: Features) -> Features:
+    def disturb(self, features: Features, batch: Batch) -> Features:
         """As published: the noise of a row is the smaller the longer the row is."""
         if not self.config.noise:
             return features
-        last = features.last
-        held = last.any(-1)  # a state is all zeros only where the row is padded
-        place = torch.arange(1, held.shape[1] + 1, device=last.device)
-        length = (held * place).amax(1).clamp(min=1)
-        width = self.config.noise * _NOISE_LENGTH / length
-        noise = (torch.rand_like(last) - 0.5) * width[:, None, None].to(last.dtype)
-        return Features(last + noise, None)
+        length = row_lengths(batch).clamp(min=1)
+        width = 0.5 * self.config.noise * _NOISE_LENGTH / length
+        noise = row_noise(batch, features.last) * width[:, None, None].to(features.last.dtype)
+        return Features(features.last + noise, None)
 
     def enter(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         merged = self.fc(torch.cat([embedding, hidden], dim=-1))
@@ -148,7 +146,7 @@ class Eagle1Head(RecurrentHead):
     def objective(self, batch: Batch) -> Objective:
         """One term per step, the weighted sum of both losses over the rows that are taught."""
         parts = scoring.Sums(self, batch)
-        last = batch.last.flatten(0, 1)
+        last = batch.last.flatten(0, 1).detach()  # a target to hit: it must not come to meet us
         weight, bias = self._rows()
         cap = self.readout.softcap
         for unrolled in self.unroll(batch, self.config.steps):

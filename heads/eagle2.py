@@ -1,8 +1,9 @@
 """EAGLE-2 (arXiv 2406.16858): weights and training of EAGLE-1, and a tree grown at run time.
 
 The paper changes drafting alone: the tree is not fixed but grown from the draft's own confidences.
-That is the engine's grown drafting, which works with every head that can `expand`; what this family
-adds is the published shape of the tree in its config, for the engine to start from (`head.tree`).
+What this family adds is the published shape of the tree in its config (`head.tree`), for a
+generator that grows trees. The generator here drafts chains so far, of this family as of every
+other; `expand` takes whole levels of a tree already.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
@@ -27,6 +26,7 @@ from spectrain.heads.eagle_layer import (
 from spectrain.heads.layers import RMSNorm
 from spectrain.heads.linear_loss import linear_cross_entropy, linear_row_loss
 from spectrain.heads.losses import ROW_LOSSES, RowLoss
+from spectrain.heads.noise import row_noise
 from spectrain.heads.recurrent import RecurrentHead
 
 AuxLayers = tuple[int, ...]
@@ -127,13 +127,13 @@ class Eagle3Head(RecurrentHead):
     def read(self, features: Features) -> Tensor:
         return self.fc(features.aux.to(self.dtype))
 
-    def disturb(self, features: Features) -> Features:
+    def disturb(self, features: Features, batch: Batch) -> Features:
         if not self.config.feature_noise:
             return features
         # The layers' outputs differ in size, so each gets noise of its own.
         parts = features.aux.unflatten(-1, (len(self.config.aux_layers), -1))
         size = parts.pow(2).mean(-1, keepdim=True).sqrt() * self.config.feature_noise
-        noise = (2 * torch.rand_like(parts) - 1) * size
+        noise = row_noise(batch, features.aux).view_as(parts) * size
         return Features(features.last, (parts + noise).flatten(-2))
 
     def enter(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ class RecurrentHead(DraftHead):
     def read(self, features: Features) -> Tensor:
         """The target's features → [B, n, H], what stands in for an output of the head."""
 
-    def disturb(self, features: Features) -> Features:
+    def disturb(self, features: Features, batch: Batch) -> Features:
         """The features with noise: asked for in training alone, never when drafting."""
         return features
 
@@ -104,7 +104,7 @@ class RecurrentHead(DraftHead):
         following = torch.cat([batch.tokens[:, 1:], batch.tokens[:, -1:]], dim=1)
         features = Features(batch.last, batch.aux)
         if self.training:
-            features = self.disturb(features)
+            features = self.disturb(features, batch)
         residual, x = self.enter(self.embed(following), self.read(features))
         table = self.rotary(torch.arange(length, device=x.device), self.dtype)
 

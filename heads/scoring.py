@@ -47,7 +47,7 @@ def taught_counts(
 
     labels [B, T]: what teacher row u is taught, by default the target's argmax there.
     """
-    guessable = head.guessable(batch.argmax if labels is None else labels)
+    guessable = head.guessable(batch.deciding if labels is None else labels)
     result = []
     for step in range(steps):
         live = counted(batch.reply, step)[:, : -1 - step]
@@ -60,7 +60,7 @@ class Sums:
 
     def __init__(self, head: DraftHead, batch: Batch, labels: Tensor | None = None) -> None:
         self.head, self.batch = head, batch
-        self._guessable = head.guessable(batch.argmax if labels is None else labels).flatten()
+        self._guessable = head.guessable(batch.deciding if labels is None else labels).flatten()
         self._parts: list[tuple[Tensor, ...]] = []
 
     def step(self, unrolled: Unrolled) -> StepRows:

@@ -10,5 +10,5 @@ class TreeDefaults(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     top_k: int = Field(10, ge=1, description="nodes expanded at each depth, children of each")
-    depth: int = Field(6, ge=1, description="levels of the tree")
+    depth: int = Field(6, ge=1, le=16, description="levels of the tree; no head drafts further")
     nodes: int = Field(60, ge=1, description="best nodes over all depths that are verified")

@@ -131,7 +131,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
             load=lambda places: store.batch([rows[place] for place in places], with_aux),
         )
         state = train(head, data, settings, accelerator, config.out, identity, config.extend)
-        require_changes(watched, before, str(config.out))
+        require_changes(watched, before, str(config.out), state.unreached or ())
         accelerator.wait_for_everyone()  # the metrics are complete
         report = make_report(settings, state, store, accelerator)
         trained = [value for value in head.parameters() if value.requires_grad]

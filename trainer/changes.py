@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 
@@ -20,15 +21,19 @@ def digests(head: DraftHead) -> dict[str, str]:
     }
 
 
-def require_changes(head: DraftHead, before: dict[str, str], where: str) -> None:
+def require_changes(
+    head: DraftHead, before: dict[str, str], where: str, unreached: Iterable[str] = ()
+) -> None:
     """Compare with the digests of the head before its first step.
 
-    Raises RunFailed that names trainable tensors which stayed as they were (a part that no gradient
-    reaches) and frozen ones which did not.
+    unreached: trainable tensors that no gradient reached, as the training loop counted them.
+    Raises RunFailed that names these, trainable tensors which stayed as they were, and frozen ones
+    which did not.
     """
     trainable = {name for name, value in head.named_parameters() if value.requires_grad}
     now = digests(head)
-    still = sorted(name for name in trainable if now[name] == before[name])
+    same = {name for name in trainable if now[name] == before[name]}
+    still = sorted(same | set(unreached))
     moved = sorted(name for name in now.keys() - trainable if now[name] != before[name])
     problems = [f"not trained: {', '.join(still)}"] if still else []
     problems += [f"frozen but changed: {', '.join(moved)}"] if moved else []

@@ -37,7 +37,9 @@ from spectrain.trainer.settings import TrainerSettings
 @dataclass
 class State:
     """Counters of a run. step: finished optimiser steps; supervised: reply tokens seen;
-    skipped: steps dropped as not finite, in a row and altogether; seconds: inside the loop."""
+    skipped: steps dropped as not finite, in a row and altogether; seconds: inside the loop;
+    unreached: trainable tensors that no gradient other than zero has reached so far (None: no step
+    yet). That a tensor changed would not do: weight decay changes it, too."""
 
     step: int = 0
     supervised: int = 0
@@ -45,6 +47,7 @@ class State:
     skipped: int = 0
     seconds: float = 0.0
     window: Window = field(default_factory=Window)
+    unreached: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ def train(
     with _interrupts() as interrupted, progress(steps, "train", "steps", state.step) as bar:
         while state.step < steps:
             step = state.step
-            torch.manual_seed(order.mixed_seed(settings.seed, step, rank))
+            # The same for all processes: noise is drawn by row (heads/noise.py).
+            torch.manual_seed(order.mixed_seed(settings.seed, step))
             rate = optim.factor(settings.schedule, step, steps, settings.warmup)
             optim.set_rate(parts, rate)
             optim.rest(parts, step / steps)
@@ -124,6 +128,8 @@ def train(
                 sums[1] += counts[index]
                 sums[2] += objective.hits
                 sums[3] += objective.seen
+            if state.unreached != []:
+                state.unreached = _unreached(head, state.unreached)
             norm = accelerator.clip_grad_norm_(trainable, settings.clip or math.inf)
 
             # One exchange of all that the processes have to agree on, one wait for the device.
@@ -218,7 +224,8 @@ def _resume(
     folder, saved = found
     checkpoint.require_same(saved["config"], identity, str(folder), extend)
     checkpoint.restore(folder, head, parts)
-    counters = {name: saved[name] for name in State.__dataclass_fields__ if name != "window"}
+    counters = {name: saved[name] for name in State.__dataclass_fields__ if name in saved}
+    del counters["window"]
     return State(**counters, window=Window(**saved["window"]))
 
 
@@ -234,6 +241,17 @@ def _nothing(trainable: list[nn.Parameter]) -> Tensor:
     processes would wait for their gradients for ever.
     """
     return sum((value.flatten()[:1].sum() for value in trainable), torch.zeros(())) * 0
+
+
+def _unreached(head: nn.Module, before: list[str] | None) -> list[str]:
+    """Names of trainable tensors, among those of `before`, that have no gradient or a zero one."""
+    own = {name: value for name, value in head.named_parameters() if value.requires_grad}
+    names = list(own) if before is None else before
+    return [
+        name
+        for name in names
+        if name not in own or own[name].grad is None or not bool(own[name].grad.any())
+    ]
 
 
 def _split(flat: Tensor) -> tuple[list[float], ...]:

@@ -108,7 +108,9 @@ class JointHead(nn.Module):
         """The trunk's term and the head's; `last` and `argmax` of the batch are the store's."""
         features = self._target.forward(batch.tokens, aux_layers=self.head.needs.aux_layers)
         loss, argmax = self._trunk_loss(batch, features.last)
-        live = Batch(batch.tokens, batch.reply, features.aux, features.last, argmax)
+        live = Batch(
+            batch.tokens, batch.reply, features.aux, features.last, argmax, stored=batch.argmax
+        )
         # Anew every time: what a head keeps of its target's readout is out of date by now.
         heads = self.head.bind(self._target.readout).objective(live)
         zero = torch.zeros_like(heads.seen[:1])  # the trunk drafts nothing

@@ -316,7 +316,9 @@ def test_feature_noise_in_training_alone(tiny):
 
     aux = torch.ones(1, 50, 3 * 48)
     aux[..., 48:96] = -20.0
-    noise = (head.disturb(Features(batch.last, aux)).aux - aux).unflatten(-1, (3, 48))
+    reply = torch.ones(1, 50, dtype=torch.int64)
+    row = Batch(reply, reply, aux, None, reply)
+    noise = (head.disturb(Features(None, aux), row).aux - aux).unflatten(-1, (3, 48))
     for part, size in enumerate((1.0, 20.0, 1.0)):
         widest = 0.5 * size
         assert 0.99 * widest < noise[..., part, :].abs().max() <= widest * (1 + 1e-4)
