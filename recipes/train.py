@@ -208,7 +208,9 @@ def _identity(settings: TrainConfig, options: BaseModel, store: FeatureStore) ->
     init = settings.init and find_head(settings.init) / WEIGHTS
     if init and not init.is_file():
         raise SpectrainError(
-            "no head to start from", where=str(settings.init), fix="give the folder of a head"
+            "no head to start from",
+            where=str(settings.init),
+            fix="give the folder of a head; a draft starts from a model folder with head.model",
         )
     return {
         "family": settings.family,

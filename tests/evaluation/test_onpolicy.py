@@ -8,6 +8,7 @@ import pytest
 import torch
 from head_kinds import create
 from preparing import PROMPTS, write
+from tiny_models import save_tiny
 
 from spectrain.core.batch import predicting
 from spectrain.core.target import Target
@@ -17,7 +18,6 @@ from spectrain.evaluation.measure import measure
 from spectrain.evaluation.onpolicy import OnPolicy
 from spectrain.evaluation.summary import summarise
 from spectrain.recipes import prepare
-from tiny_models import save_tiny
 
 LAYERS = (1, 3)
 NEEDS = SimpleNamespace(aux_layers=LAYERS, last_everywhere=True)

@@ -150,6 +150,26 @@ def test_a_tensor_that_no_gradient_reaches_is_named(make_head):
         require_changes(head, before, "here")
 
 
+def test_an_unused_tensor_is_found_though_weight_decay_moves_it(
+    make_head, make_data, fit, tmp_path, corpus
+):
+    """Also where a row of two reply tokens gives every tensor a gradient of zero."""
+    head = make_head()
+    head.unused = torch.nn.Linear(8, 8, bias=False)
+    short = Batch(
+        **{name: value.clone() for name, value in vars(corpus[0]).items() if name != "stored"}
+    )
+    short.reply[:] = 0
+    short.reply[:, 3:5] = 1
+    before = digests(head)
+    data = make_data(rows=[short, *corpus[1:]])
+    state, _ = fit(head, data, tmp_path, batch_size=12, micro_batch=1, weight_decay=0.5)
+    assert digests(head)["unused.weight"] != before["unused.weight"]
+    assert state.unreached == ["unused.weight"]
+    with pytest.raises(RunFailed, match=r"not trained: unused\.weight"):
+        require_changes(head, before, "here", state.unreached)
+
+
 def test_muon_trains_every_tensor(make_head, make_data, fit, tmp_path):
     head = make_head()
     before = digests(head)

@@ -565,3 +565,17 @@ def test_predicting_rows_are_the_trunk_s(tiny, tiny_path):
     torch.testing.assert_close(made(batch).loss[0], expected)
     changed = Batch(batch.tokens, batch.reply, None, batch.last + 1, batch.argmax)
     assert torch.equal(made(changed).loss, made(batch).loss)  # the store's features play no part
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+def test_what_is_summed_is_what_is_counted_when_the_vocabulary_is_reduced(tiny, tiny_path, kind):
+    """A trunk that has moved chooses other tokens than the store says; the rows in the loss are
+    those of the denominators all the same."""
+    options = {"steps": 2, "draft_vocab_size": 60}
+    made = joint(tiny_path, kind=kind, mode="full", options=options)
+    batch = stored(tiny)
+    live = made(batch)
+    assert live.count.tolist() == made.counts(batch).tolist()
+    # Rows that the store's argmax leaves out have no influence on the loss.
+    bare = made.head.guessable(batch.argmax)
+    assert 0 < (bare & predicting(batch.reply)).sum() < predicting(batch.reply).sum()
