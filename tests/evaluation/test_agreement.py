@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from head_kinds import KINDS
 
 from spectrain.core.batch import Batch, predicting
 from spectrain.evaluation.alpha import acceptance
@@ -12,8 +13,10 @@ from spectrain.evaluation.walk import walk
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Generator
 from spectrain.heads.eagle3 import Eagle3Head, Eagle3Options
+from spectrain.heads.registry import FAMILIES
 
-STEPS = 3
+STEPS = 3  # that the EAGLE-3 head is trained for
+LONGEST = 4  # draft of the families in turn
 
 
 def prompts_of(seed, count):
@@ -38,38 +41,54 @@ def captured(target, head, prompts, completions):
     return Batch(tokens=tokens, reply=reply, aux=features.aux, last=features.last, argmax=argmax)
 
 
+def trained(target, head, steps):
+    """A head trained for a moment on greedy replies, so that drafts are accepted at all."""
+    prompts = prompts_of(1, 16)
+    batch = captured(target, head, prompts, Generator(target).generate(prompts, 24))
+    # Out of inference mode: clones may be used with gradients.
+    tensors = {
+        name: value if value is None else value.clone() for name, value in vars(batch).items()
+    }
+    optimiser = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=5e-3)
+    for _ in range(steps):
+        sums = head(Batch(**tensors))
+        (sums.loss.sum() / sums.count.sum()).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    return head.eval()
+
+
 @pytest.fixture(scope="module")
 def head(tiny):
-    """Trained for a moment on greedy replies, so that drafts are accepted at all."""
-    options = Eagle3Options(steps=STEPS, draft_vocab_size=300)
+    """An EAGLE-3 head that guesses what the replies are made of."""
     prompts = prompts_of(1, 16)
     replies = Generator(tiny).generate(prompts, 24)
     counts = torch.bincount(torch.tensor([t for r in replies for t in r.tokens]), minlength=392)
     torch.manual_seed(0)
-    made = Eagle3Head.create(options, tiny, counts)
-    batch = captured(tiny, made, prompts, replies)
-    batch = Batch(**{name: value.clone() for name, value in vars(batch).items()})
-    optimiser = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=3e-3)
-    for _ in range(40):
-        sums = made(batch)
-        (sums.loss.sum() / sums.count.sum()).backward()
-        optimiser.step()
-        optimiser.zero_grad()
-    return made.eval()
+    options = Eagle3Options(steps=STEPS, draft_vocab_size=300)
+    return trained(tiny, Eagle3Head.create(options, tiny, counts), 40)
 
 
-@pytest.mark.parametrize("gamma", [1, 2, STEPS])
-def test_greedy_forwards_and_runs_are_exactly_the_generators(tiny, head, gamma):
+@pytest.fixture(scope="module", params=FAMILIES)
+def of_family(request, tiny):
+    """The first kind of each family, from wild weights."""
+    made = (make(tiny, 300) for make in KINDS.values())
+    head = next(head for head in made if head.family == request.param)
+    return trained(tiny, head, 12)
+
+
+def require_the_walk_taken(target, head, gamma):
     """Greedy replies do not depend on the head, and the head's drafts only on the text: the walk
     through the reply is the one the generator took. The prompts include those trained on (drafts
     are accepted) and new ones (they are rejected)."""
     prompts = prompts_of(1, 16) + prompts_of(2, 8)
-    completions = Generator(tiny, head, gamma).generate(prompts, 24)
-    batch = captured(tiny, head, prompts, completions)
-    (found,) = acceptance(tiny, head, batch, STEPS, [0.0])
-    accepted = 0
+    completions = Generator(target, head, gamma).generate(prompts, 24)
+    batch = captured(target, head, prompts, completions)
+    steps = min(LONGEST, head.longest_draft)
+    (found,) = acceptance(target, head, batch, steps, [0.0])
+    accepted = rejected = 0
     for completion, replies in zip(completions, found, strict=True):
-        runs = [completion.runs[m] for m in range(STEPS + 1)]
+        runs = [completion.runs[m] for m in range(steps + 1)]
         if completion.committed == 0:
             assert not replies
             continue
@@ -77,8 +96,25 @@ def test_greedy_forwards_and_runs_are_exactly_the_generators(tiny, head, gamma):
         assert len(replies[0].kept) == completion.committed
         assert path.forwards[gamma - 1] == completion.forwards
         assert path.runs[gamma - 1].tolist() == runs
-        accepted += sum(m * runs[m] for m in range(STEPS + 1))
+        accepted += sum(m * runs[m] for m in range(steps + 1))
+        rejected += runs[0]
+    return accepted, rejected
+
+
+@pytest.mark.parametrize("gamma", [1, 2, STEPS])
+def test_greedy_forwards_and_runs_are_exactly_the_generators(tiny, head, gamma):
+    accepted, rejected = require_the_walk_taken(tiny, head, gamma)
     assert accepted > 50
+    assert rejected > 50
+
+
+@pytest.mark.parametrize("gamma", [1, LONGEST])
+def test_the_same_for_every_family(tiny, of_family, gamma):
+    accepted, rejected = require_the_walk_taken(
+        tiny, of_family, min(gamma, of_family.longest_draft)
+    )
+    assert accepted > 20
+    assert rejected > 20
 
 
 def test_sampled_forwards_agree_in_the_mean(tiny, head):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -24,17 +25,31 @@ NEEDS = SimpleNamespace(aux_layers=LAYERS, last_everywhere=True)
 
 
 @pytest.fixture(scope="module")
-def store(tiny_path, tmp_path_factory):
-    """Greedy replies alone, some cut by their length and some not; nothing is rounded."""
-    folder = tmp_path_factory.mktemp("onpolicy")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("onpolicy")
+
+
+@pytest.fixture(scope="module")
+def target(folder, tokenizer):
+    """Many tokens end its replies, so that some are shorter than others."""
+    path = save_tiny(folder / "target", tokenizer)
+    config = path / "generation_config.json"
+    stops = {"eos_token_id": [tokenizer.eos_token_id, *range(20, 80)]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | stops))
+    return Target.load(str(path), pack_weights=False)
+
+
+@pytest.fixture(scope="module")
+def store(folder, target):
+    """Greedy replies alone; nothing is rounded."""
     prepare.run(
         prepare.PrepareConfig(
-            target=str(tiny_path),
+            target=target.name,
             prompts=write(folder / "prompts.jsonl", PROMPTS),
             store=folder / "store",
             heldout=1,
             heldout_temperatures=(0.0,),
-            max_new_tokens=40,
+            max_new_tokens=16,
             aux_layers=LAYERS,
             dtype="float32",
         )
@@ -48,10 +63,10 @@ def rows(store):
 
 
 @pytest.fixture
-def answered(tiny, store, rows, monkeypatch):
+def answered(target, store, rows, monkeypatch):
     """By the target that answered the store, five prompts at a time."""
     monkeypatch.setattr(onpolicy, "_BATCH", 5)
-    return OnPolicy(tiny, [store.prompt(row) for row in rows], rows, NEEDS)
+    return OnPolicy(target, [store.prompt(row) for row in rows], rows, NEEDS)
 
 
 def test_the_same_target_gives_the_store_s_own_rows(store, rows, answered):
@@ -85,15 +100,16 @@ def test_auxiliary_states_are_left_out_when_nobody_asks(answered):
     ("name", "options"),
     [
         ("eagle3", {"steps": 3, "aux_layers": LAYERS}),
-        ("eagle1", {"steps": 3}),
+        ("mtp-parallel", {"steps": 3}),
+        ("mtp-sequential", {"steps": 3}),
         ("medusa", {"steps": 3}),
     ],
 )
-def test_acceptance_and_tau_are_the_store_s(tiny, store, rows, answered, name, options):
+def test_acceptance_and_tau_are_the_store_s(target, store, rows, answered, name, options):
     # Not wild: untrained heads that start from the target's own weights are sometimes right.
-    head = create(tiny, name, random=False, **options)
-    on_store = measure(tiny, head, store, {0.0: rows}, 3)[0.0]
-    anew = measure(tiny, head, answered, {0.0: answered.rows}, 3)[0.0]
+    head = create(target, name, random=False, **options)
+    on_store = measure(target, head, store, {0.0: rows}, 3)[0.0]
+    anew = measure(target, head, answered, {0.0: answered.rows}, 3)[0.0]
     assert summarise(anew, 3, 0) == summarise(on_store, 3, 0)
     assert any(reply.kept.any() for found in anew for reply in found.replies)
 
