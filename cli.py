@@ -473,12 +473,15 @@ def _train(
         from spectrain.core.errors import SpectrainError
         from spectrain.recipes.train import TrainConfig
 
+        overrides = list(overrides or [])
+        if flags["steps"] is not None and not any(o.startswith("epochs") for o in overrides):
+            overrides.append("epochs=null")  # --steps replaces the epochs of a configuration
         flag, value, default = choice
         if value is not None and value not in kinds:
             raise SpectrainError(
                 f"{value!r} is not a choice", where=f"--{flag}", fix=f"one of {', '.join(kinds)}"
             )
-        found = load_config(TrainConfig, "train", file, overrides or [], flags)
+        found = load_config(TrainConfig, "train", file, overrides, flags)
         named = found.family if "family" in found.model_fields_set else None
         families = [kind["family"] for kind in kinds.values()]
         wanted = families if value is None else [kinds[value]["family"]]

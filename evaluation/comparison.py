@@ -75,11 +75,10 @@ def headline(report: Mapping[str, Any]) -> str:
 def table(report: Mapping[str, Any]) -> Group:
     """The same for a terminal."""
     header, cells = rows(report)
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for place, column in enumerate(header):
-        shown.add_column(column, justify="right" if place else "left", no_wrap=True)
-    for row in cells:
-        shown.add_row(*row)
+    costs = ("params", "trained", "tokens", "train s", "B/token")
+    places = [header.index(name) for name in costs]
+    worth = [place for place in range(len(header)) if place not in places]
+    shown = [_table(header, cells, columns) for columns in (worth, [0, *places])]
     notes = [Text(f"{name}: {text}", style="dim") for name, text in DEFINITIONS.items()]
     for name, entry in report["entries"].items():
         if entry["quality"]:
@@ -91,7 +90,19 @@ def table(report: Mapping[str, Any]) -> Group:
                 )
             )
     files = Text(f"table {report['table']}, plot {report['plot']}")
-    return Group(Text(headline(report), style="bold"), shown, *notes, files)
+    return Group(Text(headline(report), style="bold"), *shown, *notes, files)
+
+
+def _table(header: list[str], cells: list[list[str]], columns: list[int]) -> Table:
+    """Some columns of the rows that have something to say in them."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for place, column in enumerate(columns):
+        table.add_column(header[column], justify="right" if place else "left", no_wrap=True)
+    for row in cells:
+        chosen = [row[column] for column in columns]
+        if any(chosen[1:]):
+            table.add_row(*chosen)
+    return table
 
 
 def draw(report: Mapping[str, Any]) -> bytes:
@@ -107,19 +118,21 @@ def draw(report: Mapping[str, Any]) -> bytes:
             "label": name,
         }
         known = [p for p in entry["positions"] if p["conditional"]["value"] is not None]
-        left.plot(
-            [p["position"] for p in known], [p["conditional"]["value"] for p in known], **style
-        )
-        middle.plot([t["draft"] for t in entry["tau"]], [t["value"] for t in entry["tau"]], **style)
+        shift = 0.04 * (number - len(entries) / 2)  # so that intervals do not hide each other
+        _errors(left, [p["position"] + shift for p in known], known, "conditional", style)
+        _errors(middle, [t["draft"] + shift for t in entry["tau"]], entry["tau"], None, style)
         ratio = report["race"]["methods"][name]["speedup over spectrain-plain"]
         place = len(entries) - 1 - number
         right.barh(place, ratio["value"], color=style["color"], height=0.6)
         if ratio["low"] is not None:
             right.hlines(place, ratio["low"], ratio["high"], color="#222222", linewidth=1.5)
-    left.set_ylim(0, 1)
+    left.set_ylim(0, 1.02)
     left.yaxis.set_major_formatter(PercentFormatter(1.0))
     middle.set_ylim(bottom=1)
     right.axvline(1, color="#555555", linewidth=1)
+    library = report["race"]["methods"]["transformers"]["speedup over spectrain-plain"]["value"]
+    right.axvline(library, color="#555555", linewidth=1, linestyle=":")
+    right.text(library, len(entries) - 0.45, "transformers", fontsize=7, ha="center")
     right.set_yticks(range(len(entries)), [name for name, _ in reversed(entries)])
     _finish(left, "Conditional acceptance", "draft position")
     _finish(middle, "Tokens per target forward", "draft length γ")
@@ -131,6 +144,21 @@ def draw(report: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def _errors(
+    axes: Any,
+    places: list[float],
+    rows: list[Mapping[str, Any]],
+    key: str | None,
+    style: dict[str, Any],
+) -> None:
+    """A line with its intervals, where there are any."""
+    found = [row[key] if key else row for row in rows]
+    values = [one["value"] for one in found]
+    low = [0 if one["low"] is None else one["value"] - one["low"] for one in found]
+    high = [0 if one["high"] is None else one["high"] - one["value"] for one in found]
+    axes.errorbar(places, values, yerr=[low, high], markersize=4, elinewidth=0.8, **style)
 
 
 def _finish(axes: Any, title: str, label: str) -> None:

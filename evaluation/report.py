@@ -47,8 +47,10 @@ def number(interval: Mapping[str, float | None], digits: int) -> Text:
 
 
 def _headline(measured: Mapping[str, Any]) -> str:
+    used, rows = measured["conversations"], measured["rows"]
+    of = f" of {rows:,} rows (those answered at it)" if used < rows else ""
     return (
-        f"temperature {measured['temperature']:g}: {measured['conversations']:,} conversations, "
+        f"temperature {measured['temperature']:g}: {used:,} conversations{of}, "
         f"{measured['positions'][0]['anchors']:,} anchors, {measured['tokens']:,} tokens"
     )
 

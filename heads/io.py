@@ -62,7 +62,14 @@ def load_head(folder: Path, *, device: torch.device | str = "cpu") -> DraftHead:
     path = folder / "config.json"
     if not path.is_file():
         if _names_a_model(folder):
-            return _language_model(str(folder)).to(device)
+            try:
+                return _language_model(str(folder)).to(device)
+            except SpectrainError as error:
+                raise SpectrainError(
+                    f"neither the folder of a head nor a model that can be had: {error.what}",
+                    where=str(folder),
+                    fix="give --head the folder of a trained head or of a causal language model",
+                ) from error
         raise SpectrainError(
             "no head here (config.json is missing)",
             where=str(folder),

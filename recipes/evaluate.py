@@ -95,6 +95,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         "temperatures": [
             {
                 "temperature": temperature,
+                "rows": len(rows),
                 "note": _note(temperature, used[temperature], top_p),
                 **summarise(conversations, steps, config.seed),
                 "domains": by_domain(conversations, steps, config.seed),

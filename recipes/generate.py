@@ -177,8 +177,9 @@ def render(report: dict[str, Any]) -> str:
         if against["value"] is not None:
             low, high = against["low"], against["high"]
             between = "" if low is None else f" ({low:.2f}–{high:.2f})"
-            slower = ", SLOWER: try fewer --draft-tokens" * (against["value"] < 1)
-            lines.append(f"speed {against['value']:.2f} × {against['baseline']}{between}{slower}")
+            lines.append(
+                f"speed {against['value']:.2f} × {against['baseline']}{between}{_verdict(against)}"
+            )
     for name, count in report.get("identical", {}).items():
         lines.append(f"the same tokens as {name}: {count} of {report['prompts']} prompts")
     lines.append("")
@@ -207,6 +208,14 @@ def _comparison(
             for name in (others if greedy else ())
         },
     }
+
+
+def _verdict(ratio: dict[str, float | None]) -> str:
+    """What the interval of a speedup allows to say."""
+    low, high = (ratio["value"] if ratio[end] is None else ratio[end] for end in ("low", "high"))
+    if high < 1:
+        return ", SLOWER: train the head further, or draft fewer tokens"
+    return ", no difference shown: try more prompts" if low < 1 else ""
 
 
 def _conversations(config: GenerateConfig) -> list[Conversation]:

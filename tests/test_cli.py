@@ -209,3 +209,16 @@ def test_only_what_goes_on_says_so(capsys, goes_on):
         raise KeyboardInterrupt
     assert left.value.code == 130
     assert ("goes on where it was" in capsys.readouterr().err) is goes_on
+
+
+def test_steps_replace_the_epochs_of_a_configuration(monkeypatch):
+    from spectrain.recipes import train
+
+    asked = []
+    monkeypatch.setattr(train, "run", lambda config: asked.append(config) or {})
+    monkeypatch.setattr(train, "render", lambda report: "")
+    run("train-eagle", "--config", "demo-smollm2", "--steps", "7")
+    assert (asked[0].steps, asked[0].epochs) == (7, None)
+    result = run("train-eagle", "--config", "medusa1-8b", "--steps", "7", code=2)
+    assert "for the family 'medusa'" in result.output
+    run("train-eagle", "--steps", "7", "--set", "epochs=2", code=2)

@@ -94,7 +94,7 @@ def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: str, ext
             continue
         if key == "steps" and extend and now["steps"] > before["steps"]:
             continue
-        hint = "use the old value, choose another --out, or --set overwrite=true to start anew"
+        hint = "use the old value, choose another --out, or --overwrite to start anew"
         if key == "steps":
             hint = "add --set extend=true to go on to a larger number, " + hint
         raise SpectrainError(

@@ -206,7 +206,7 @@ def _check_batch(settings: TrainerSettings, data: Data, world: int) -> None:
     if settings.batch_size > len(data.lengths):
         raise SpectrainError(
             f"batch_size {settings.batch_size} is more than the {len(data.lengths)} training rows",
-            fix="use smaller batches or prepare more conversations",
+            fix=f"use --batch-size {len(data.lengths)} or less, or prepare more conversations",
         )
     if settings.batch_size % world:
         raise SpectrainError(

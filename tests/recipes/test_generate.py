@@ -147,8 +147,16 @@ def test_a_head_of_another_target_is_refused(flags, tmp_path, tokenizer):
 
 def test_a_slowdown_is_called_one(flags, tmp_path):
     report = generate(flags, head=str(tmp_path / "head"), compare=True)
-    for value, words in ((0.67, True), (1.2, False)):
-        report["speedup"] = [
-            {"baseline": "plain", "method": "eagle3", "value": value, "low": None, "high": None}
-        ]
-        assert ("SLOWER" in render(report)) is words
+    cases = {
+        (0.67, None, None): "SLOWER",
+        (0.67, 0.5, 0.9): "SLOWER",
+        (0.97, 0.8, 1.1): "no difference shown",
+        (1.2, 0.9, 1.4): "no difference shown",
+        (1.2, 1.1, 1.4): "",
+        (1.2, None, None): "",
+    }
+    for (value, low, high), words in cases.items():
+        ratio = {"baseline": "plain", "method": "eagle3", "value": value, "low": low, "high": high}
+        shown = render(report | {"speedup": [ratio]})
+        assert words in shown
+        assert sum(text in shown for text in ("SLOWER", "no difference")) == bool(words)
