@@ -118,9 +118,9 @@ def draw(report: Mapping[str, Any]) -> bytes:
             "label": name,
         }
         known = [p for p in entry["positions"] if p["conditional"]["value"] is not None]
-        shift = 0.04 * (number - len(entries) / 2)  # so that intervals do not hide each other
-        _errors(left, [p["position"] + shift for p in known], known, "conditional", style)
-        _errors(middle, [t["draft"] + shift for t in entry["tau"]], entry["tau"], None, style)
+        conditional = [p["conditional"] for p in known]
+        _line(left, [p["position"] for p in known], conditional, style)
+        _line(middle, [t["draft"] for t in entry["tau"]], entry["tau"], style)
         ratio = report["race"]["methods"][name]["speedup over spectrain-plain"]
         place = len(entries) - 1 - number
         right.barh(place, ratio["value"], color=style["color"], height=0.6)
@@ -146,19 +146,14 @@ def draw(report: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _errors(
-    axes: Any,
-    places: list[float],
-    rows: list[Mapping[str, Any]],
-    key: str | None,
-    style: dict[str, Any],
+def _line(
+    axes: Any, places: list[int], found: list[Mapping[str, Any]], style: dict[str, Any]
 ) -> None:
-    """A line with its intervals, where there are any."""
-    found = [row[key] if key else row for row in rows]
-    values = [one["value"] for one in found]
-    low = [0 if one["low"] is None else one["value"] - one["low"] for one in found]
-    high = [0 if one["high"] is None else one["high"] - one["value"] for one in found]
-    axes.errorbar(places, values, yerr=[low, high], markersize=4, elinewidth=0.8, **style)
+    """Values as a line, and their intervals where there are any."""
+    axes.plot(places, [one["value"] for one in found], markersize=4, **style)
+    for place, one in zip(places, found, strict=True):
+        if one["low"] is not None:
+            axes.vlines(place, one["low"], one["high"], color=style["color"], alpha=0.4)
 
 
 def _finish(axes: Any, title: str, label: str) -> None:

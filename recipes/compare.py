@@ -23,6 +23,7 @@ from spectrain.core.errors import SpectrainError
 from spectrain.core.files import atomic_write, require_writable, write_json
 from spectrain.core.packing import pack
 from spectrain.core.target import Target
+from spectrain.data.shard import RowInfo
 from spectrain.data.store import FeatureStore
 from spectrain.evaluation.comparison import DEFINITIONS, draw, markdown, table
 from spectrain.evaluation.measure import measure
@@ -77,22 +78,16 @@ def run(config: CompareConfig) -> dict[str, Any]:
     require_writable(config.out / REPORT)
     store = FeatureStore.open(config.store)
     trainings = _trainings(config, store)
+    heldout = FeatureStore.open(config.heldout_store) if config.heldout_store else store
+    rows = _greedy_rows(heldout)
     trained = {name: train.run(settings) for name, settings in trainings.items()}
     folders = {
         name: Path(entry["load"]) if "load" in entry else trainings[name].out / train.HEAD
         for name, entry in _chosen(config).items()
     }
     original = Target.load(config.target)
-    heldout = FeatureStore.open(config.heldout_store) if config.heldout_store else store
     for opened in (store, heldout):
         opened.require_target(original.fingerprint)
-    rows = [row for row in heldout.rows("heldout") if row.temperature == 0]
-    if not rows:
-        raise SpectrainError(
-            "no held-out rows that were answered at temperature 0, nothing can be measured",
-            where=str(heldout.path),
-            fix="prepare a store with --heldout 0.1 and heldout_temperatures 0",
-        )
     prompts = [heldout.prompt(row) for row in rows]
     entries: dict[str, dict[str, Any]] = {}
     drafters = {
@@ -141,6 +136,17 @@ def run(config: CompareConfig) -> dict[str, Any]:
     atomic_write(config.out / TABLE, markdown(report))
     atomic_write(config.out / PLOT, draw(report))
     return report
+
+
+def _greedy_rows(heldout: FeatureStore) -> list[RowInfo]:
+    rows = [row for row in heldout.rows("heldout") if row.temperature == 0]
+    if not rows:
+        raise SpectrainError(
+            "no held-out rows that were answered at temperature 0, nothing can be measured",
+            where=str(heldout.path),
+            fix="prepare a store with --heldout 0.1 and heldout_temperatures 0",
+        )
+    return rows
 
 
 def _chosen(config: CompareConfig) -> dict[str, dict[str, Any]]:
