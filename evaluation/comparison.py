@@ -81,14 +81,17 @@ def table(report: Mapping[str, Any]) -> Group:
     shown = [_table(header, cells, columns) for columns in (worth, [0, *places])]
     notes = [Text(f"{name}: {text}", style="dim") for name, text in DEFINITIONS.items()]
     for name, entry in report["entries"].items():
-        if entry["quality"]:
-            before, after = (entry["quality"][f"perplexity_{w}"] for w in ("before", "after"))
-            notes.append(
-                Text(
-                    f"{name} tunes its target: perplexity on held-out replies {before:.3f} → "
-                    f"{after:.3f}; α and τ on the tuned target's own replies"
-                )
-            )
+        quality = entry["quality"]
+        if quality and quality["perplexity_before"] is not None:
+            before, after = (quality[f"perplexity_{when}"] for when in ("before", "after"))
+            told = f"perplexity on held-out replies {before:.3f} → {after:.3f}"
+        elif quality:
+            told = "perplexity not measured: the store it was trained on has no held-out rows"
+        else:
+            continue
+        notes.append(
+            Text(f"{name} tunes its target: {told}; α and τ on the tuned target's own replies")
+        )
     files = Text(f"table {report['table']}, plot {report['plot']}")
     return Group(Text(headline(report), style="bold"), *shown, *notes, files)
 

@@ -154,3 +154,13 @@ def test_the_picture_shows_the_numbers_of_the_table(report, monkeypatch):
         "loaded": 1.5,
         "worse": 1.25,
     }
+
+
+def test_a_perplexity_that_was_not_measured_is_no_error(report):
+    """A tuned target whose training store has no held-out rows."""
+    name = next(name for name, entry in report["entries"].items() if entry["quality"])
+    report["entries"][name]["quality"] = {"perplexity_before": None, "perplexity_after": None}
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(table(report))
+    assert "perplexity not measured" in " ".join(captured.get().split())
