@@ -288,6 +288,7 @@ def test_a_text_has_the_tokenizer_s_own_specials_once(tokenizer, before, after, 
     """CASE 9: neither lost nor doubled, also where the text brings them along."""
     own = adding(tokenizer, f"{before} $A {after}".strip())
     bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assume(len(bare) > 2)  # a shorter text has nothing to learn and is refused
     first, last = ([tokenizer.convert_tokens_to_ids(t)] if t else [] for t in (before, after))
     for given_text in (text, before + text, text + after, before + text + after):
         row = document(own, given_text)

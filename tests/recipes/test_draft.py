@@ -40,7 +40,7 @@ def test_from_rows_to_text(store, tmp_path, tiny_path, tokenizer, start):
     assert (head.family, head.config.target.name) == ("draft", str(tiny_path))
     measured = {"head": str(tmp_path / "run"), "store": str(store), "out": str(tmp_path / "eval")}
     config = load_config(evaluate.EvalConfig, "eval-alpha", flags=common | measured)
-    assert evaluate.run(config)["max_draft"] == 4
+    assert evaluate.run(config)["max_draft"] == 5
     prompts = write(tmp_path / "prompts.jsonl", [prompt("How many?"), prompt("the fox")])
     asked = {"prompts": str(prompts), "max_new_tokens": 10, "compare": True}
     for folder in (str(tmp_path / "run"), small):
