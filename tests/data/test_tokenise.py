@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from spectrain.core.batch import counted
