@@ -74,6 +74,7 @@ def _copy_last_layers(head: Any, target: Any) -> None:
     """As many of the target's last layers as the head has. The first one's q/k/v read an embedding
     as well: their other half is the copy."""
     hidden = head.config.hidden_size
+    # From the end; the head has fewer layers than its target, and what is left over stays as it is.
     pairs = zip(reversed(head.stack), reversed(target.decoder.layers), strict=False)
     for layer, source in pairs:
         for name in ("q_proj", "k_proj", "v_proj"):
