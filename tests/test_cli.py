@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import os
 import subprocess
@@ -18,20 +17,6 @@ from spectrain import cli
 from spectrain.core.config import Config
 from spectrain.core.errors import RunFailed, SpectrainError
 from spectrain.core.failures import one_line_errors
-
-# command → (recipe module, configuration class)
-RECIPES = {
-    "prepare": ("prepare", "PrepareConfig"),
-    "train-eagle": ("train", "TrainConfig"),
-    "train-medusa": ("train", "TrainConfig"),
-    "train-mtp": ("train", "TrainConfig"),
-    "train-draft": ("train", "TrainConfig"),
-    "compare": ("compare", "CompareConfig"),
-    "eval-alpha": ("evaluate", "EvalConfig"),
-    "generate": ("generate", "GenerateConfig"),
-}
-# "version", "stage" and "kind" choose the family (cli._train)
-NOT_SETTINGS = {"config", "set_", "json", "version", "stage", "kind"}
 
 
 class Fake(Config):
@@ -54,52 +39,6 @@ def run(*arguments: str, code: int = 0):
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == code, (result.output, result.exception)
     return result
-
-
-def commands() -> dict:
-    import typer
-
-    return typer.main.get_command(cli.app).commands
-
-
-def test_help_does_not_load_torch():
-    """What keeps `spectrain --help` far below half a second."""
-    code = (
-        "import sys; sys.argv = ['spectrain', '--help']\n"
-        "from spectrain.cli import main\n"
-        "try: main()\n"
-        "finally: print([m for m in ('torch', 'transformers', 'pydantic') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
-    assert "train-eagle" in done.stdout
-
-
-@pytest.mark.parametrize("name", [*RECIPES, "targets"])
-def test_every_help_has_an_example_and_fits(name):
-    text = run(name, "--help").output
-    assert f"  spectrain {name}" in text
-    assert max(map(len, text.splitlines())) <= 80
-    assert "--json FILE" in text
-
-
-def test_one_word_has_one_meaning():
-    """The same flag has the same help wherever it appears, apart from a head that is optional."""
-    meanings: dict[str, set] = {}
-    for name, command in commands().items():
-        for option in command.params:
-            if (name, option.name) != ("generate", "head"):
-                single = option.help.split("; repeat it")[0].rstrip(".")
-                meanings.setdefault(option.opts[-1], set()).add(single)
-    assert {flag: texts for flag, texts in meanings.items() if len(texts) > 1} == {}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_flag_is_a_setting_of_the_recipe(name):
-    module, model = RECIPES[name]
-    settings = getattr(importlib.import_module(f"spectrain.recipes.{module}"), model).model_fields
-    flags = {option.name for option in commands()[name].params} - NOT_SETTINGS - {"help"}
-    assert flags <= set(settings)
 
 
 def test_flags_reach_the_recipe(recipe, tmp_path):

@@ -21,8 +21,9 @@ RANK = {
     "evaluation": 3,
     "export": 3,
     "recipes": 4,
-    "cli": 5,
-    "__main__": 6,
+    "commands": 5,
+    "cli": 6,
+    "__main__": 7,
 }
 SOURCES = sorted(
     path

@@ -1,0 +1,66 @@
+"""`spectrain eval-alpha` and `spectrain compare`."""
+
+from __future__ import annotations
+
+import typer
+
+from spectrain.commands import options, running
+from spectrain.commands.options import ConfigFile, Json, Overrides, Seed, Target, option
+
+EvalStore, EvalOut = options.store(), options.out("runs/eval")
+Head = option(str, "Trained head: OUT/head of train-eagle.", metavar="FOLDER")
+Temperatures = options.temperatures("0, 1")
+MaxDraft = option(int, "Draft positions to measure, from the first.", default="up to 5")
+CompareStore, CompareOut = options.store("runs/store"), options.out("runs/compare")
+Families = option(str, "Only these entries, e.g. eagle3,medusa.", metavar="NAMES", default="all")
+DraftTokens = options.draft_tokens("5")
+RacePrompts = option(int, "Prompts in the race.", "--race-prompts", default="24")
+
+
+def eval_alpha(
+    ctx: typer.Context,
+    target: Target = None,
+    store: EvalStore = None,
+    head: Head = None,
+    out: EvalOut = None,
+    temperature: Temperatures = None,
+    max_draft: MaxDraft = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Measure acceptance on the held-out conversations of a store.
+
+    \b
+    Example:
+      spectrain eval-alpha --store runs/store --head runs/train/head \\
+          --temperature 0,1 --json alpha.json
+    """
+    given = ctx.params | {"temperature": running.split(temperature)}
+    running.run("evaluate", "eval", "EvalConfig", given)
+
+
+def compare(
+    ctx: typer.Context,
+    target: Target = None,
+    store: CompareStore = None,
+    out: CompareOut = None,
+    families: Families = None,
+    draft_tokens: DraftTokens = None,
+    prompts: RacePrompts = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Train several heads on one store and compare them: α, τ, speed.
+
+    \b
+    Examples:
+      spectrain compare --store runs/store --out runs/compare
+      spectrain compare --store runs/store --families eagle3,medusa \\
+          --set common.steps=200
+    """
+    given = ctx.params | {"families": running.split([families] if families else None)}
+    running.run("compare", "compare", "CompareConfig", given)
