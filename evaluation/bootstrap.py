@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 SAMPLES = 1000
 LEVEL = 0.95
+# Resamples of a handful of conversations repeat a handful of values: the interval would be far too
+# narrow, down to no width at all.
+FEWEST = 8
 
 Floats = NDArray[np.float64]
 
@@ -28,17 +31,19 @@ def intervals(
 
     sums: name → [C, …], one row per conversation. statistic: name → [S, …] (rows summed over a
     resample) → [S, M]; NaN where a quantity is undefined. Returns M times {value, low, high};
-    value is None where undefined, low and high also for a single conversation, which says nothing
-    about how conversations differ. Resamples in which a quantity is undefined are left out.
+    value is None where undefined, low and high also where fewer than FEWEST conversations have the
+    quantity. Resamples in which it is undefined are left out.
     """
     count = len(next(iter(sums.values())))
+    having = (~np.isnan(statistic(sums))).sum(0)  # each conversation as a sample of its own
     value = statistic({name: column.sum(0)[None] for name, column in sums.items()})[0]
     generator = np.random.default_rng(seed)
     drawn = generator.multinomial(count, np.full(count, 1 / count), size=samples).astype(float)
     resampled = {name: np.tensordot(drawn, column, axes=1) for name, column in sums.items()}
     values = statistic(resampled)
     return [
-        _interval(value[m], values[:, m] if count > 1 else values[:0, m]) for m in range(len(value))
+        _interval(value[m], values[:, m] if having[m] >= FEWEST else values[:0, m])
+        for m in range(len(value))
     ]
 
 

@@ -13,6 +13,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from spectrain.evaluation.bootstrap import FEWEST
+
 WIDTH = 80
 _DOMAIN_WIDTH = 18
 
@@ -30,6 +32,9 @@ def render(report: Mapping[str, Any]) -> Group:
         parts += [Text(), Text(_headline(measured), style="bold cyan")]
         if measured["note"]:
             parts.append(Text(f"note: {measured['note']}", style="yellow"))
+        if measured["conversations"] < FEWEST:
+            few = f"{measured['conversations']} conversations, too few for an interval"
+            parts.append(Text(f"note: {few} ({FEWEST} are needed)", style="yellow"))
         parts += [_positions(measured), _tau(measured), Text(_runs(measured), style="dim")]
         if len(measured["domains"]) > 1:
             parts.append(_domains(measured["domains"]))

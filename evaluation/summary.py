@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spectrain.evaluation.alpha import Acceptance
-from spectrain.evaluation.bootstrap import Floats, intervals, ratio
+from spectrain.evaluation.bootstrap import FEWEST, Floats, intervals, ratio
 from spectrain.evaluation.walk import counted_steps, walk
 
 DEFINITIONS = {
@@ -26,7 +26,8 @@ DEFINITIONS = {
     "rule": "greedy at temperature 0 (an anchor leaves once the text's token is not "
     "the target's argmax), else lossless sampling of a drawn chain",
     "rejections": "include every token that the draft vocabulary lacks",
-    "interval": "95 %, bootstrap over conversations",
+    "interval": "95 %, bootstrap over conversations; none from fewer than "
+    f"{FEWEST} that have the quantity",
 }
 
 

@@ -23,6 +23,7 @@ from spectrain.core.show import WIDTH
 from spectrain.core.target import Target
 from spectrain.data.conversations import Conversation, read_conversations
 from spectrain.data.tokenise import Refused, prompt_ids, require_template
+from spectrain.evaluation.bootstrap import FEWEST
 from spectrain.evaluation.race import of_generator, race, speedup, stock, summary
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Clock, Generator
@@ -212,10 +213,11 @@ def _comparison(
 
 def _verdict(ratio: dict[str, float | None]) -> str:
     """What the interval of a speedup allows to say."""
-    low, high = (ratio["value"] if ratio[end] is None else ratio[end] for end in ("low", "high"))
-    if high < 1:
+    if ratio["low"] is None:
+        return f", too few prompts for an interval ({FEWEST} are needed)"
+    if ratio["high"] < 1:
         return ", SLOWER: train the head further, or draft fewer tokens"
-    return ", no difference shown: try more prompts" if low < 1 else ""
+    return ", no difference shown: try more prompts" if ratio["low"] < 1 else ""
 
 
 def _conversations(config: GenerateConfig) -> list[Conversation]:

@@ -188,7 +188,7 @@ def show(report: dict[str, Any], path: Path) -> str:
 
 
 def _interval(number: dict[str, Any]) -> str:
-    """`1.46 (1.40–1.53)`; the interval is missing where there is one conversation only."""
+    """`1.46 (1.40–1.53)`; the interval is missing where there are too few conversations."""
     if number["value"] is None:
         return "–"
     if number["low"] is None:

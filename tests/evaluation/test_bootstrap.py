@@ -40,12 +40,22 @@ def test_is_over_conversations():
 
 
 def test_seeded():
-    assert tau([1, 5, 3], [4, 6, 9], seed=3) == tau([1, 5, 3], [4, 6, 9], seed=3)
-    assert tau([1, 5, 3, 2], [4, 6, 9, 7], 3) != tau([1, 5, 3, 2], [4, 6, 9, 7], 4)
+    hits, size = [1, 5, 3, 2, 0, 4, 6, 2], [4, 6, 9, 7, 3, 5, 8, 2]
+    assert tau(hits, size, seed=3) == tau(hits, size, seed=3)
+    assert tau(hits, size, seed=3) != tau(hits, size, seed=4)
 
 
 def test_undefined_is_none():
-    assert tau([0, 0], [0, 0]) == {"value": None, "low": None, "high": None}
+    assert tau([0] * 9, [0] * 9) == {"value": None, "low": None, "high": None}
     assert tau([1], [2]) == {"value": 0.5, "low": None, "high": None}
-    found = tau([1, 0, 0], [2, 0, 0])  # undefined in 30 % of the resamples, which are left out
+    found = tau([1] * 8 + [0] * 20, [2] * 8 + [0] * 20)  # undefined in hardly a resample in 10,000
     assert found == {"value": 0.5, "low": 0.5, "high": 0.5}
+
+
+def test_too_few_conversations_have_no_interval():
+    """Seven of them, though each differs; and seven that have the quantity among many."""
+    hits, size = [1, 5, 3, 2, 0, 4, 6, 2], [4, 6, 9, 7, 3, 5, 8, 2]
+    assert tau(hits, size)["low"] < tau(hits, size)["value"] < tau(hits, size)["high"]
+    alone = tau(hits[:7], size[:7])
+    assert alone == {"value": 0.5, "low": None, "high": None}
+    assert tau(hits[:7] + [0] * 20, size[:7] + [0] * 20) == alone

@@ -68,6 +68,13 @@ def evaluate(settings, **changes):
     return run(load_config(EvalConfig, "eval", flags=settings | changes))
 
 
+def printed(report) -> str:
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(render(report))
+    return captured.get()
+
+
 def test_report(settings, tmp_path):
     report = evaluate(settings, max_draft=3)
     json.dumps(report, allow_nan=False)
@@ -83,10 +90,7 @@ def test_report(settings, tmp_path):
     assert list(greedy["domains"]) == ["chat", "code"]
     for row in sampled["positions"]:
         assert 0 < row["marginal"]["value"] < 1
-    console = Console(width=80)
-    with console.capture() as captured:
-        console.print(render(report))
-    shown = captured.get()
+    shown = printed(report)
     assert max(map(len, shown.splitlines())) <= 80
     for word in ("temperature 0", "conditional", "τ", "chat", "bootstrap over conversations"):
         assert word in shown
@@ -117,8 +121,30 @@ def test_replies_of_a_nucleus_are_said_to_be_such(settings, tiny, tmp_path):
     assert sampled["note"] is None
 
 
-def test_batches_and_rerun_change_nothing(settings, monkeypatch):
+def test_few_conversations_have_no_interval_and_the_count_is_shown(settings, tiny, tmp_path):
+    shown = {}
+    for times in (3, 4):  # six and eight rows at temperature 0
+        store = str(make_store(tmp_path / f"store {times}", tiny, SHAPES * times))
+        report = evaluate(settings, store=store, temperature=0)
+        (measured,) = report["temperatures"]
+        first = [measured["tau"][0], measured["positions"][0]["marginal"]]
+        assert all((found["low"] is None) == (times == 3) for found in first)
+        # Half of the replies are too short for a fifth position.
+        last = measured["positions"][4]["marginal"]
+        assert last["value"] is not None
+        assert last["low"] is last["high"] is None
+        # Each domain has three or four of them.
+        assert all(part["tau"][0]["low"] is None for part in measured["domains"].values())
+        shown[times] = printed(report)
+        assert "none from fewer than 8" in shown[times]
+        assert max(map(len, shown[times].splitlines())) <= 80
+    assert "note: 6 conversations, too few for an interval (8 are needed)" in shown[3]
+    assert "too few" not in shown[4]
+
+
+def test_batches_and_rerun_change_nothing(settings, tiny, tmp_path, monkeypatch):
     """One row at a time gives the same numbers, and a rerun the same report to the last digit."""
+    settings = settings | {"store": str(make_store(tmp_path / "more", tiny, SHAPES * 3))}
     first = evaluate(settings, temperature=[0.5, 1.0])
     assert evaluate(settings, temperature=[0.5, 1.0]) == first
     monkeypatch.setattr("spectrain.evaluation.measure._BATCH_TOKENS", 1)

@@ -17,12 +17,14 @@ def entry(tokens, seconds):
 
 
 def test_speedup_is_fast_over_slow():
-    """30 tokens in 3 s against 20 in 4 s: 10 per second over 5 per second."""
-    result = race.speedup(entry([10, 20], [1.0, 2.0]), entry([10, 10], [2.0, 2.0]), seed=0)
-    assert result["value"] == pytest.approx(2.0)
-    assert result["low"] <= 2.0 <= result["high"]
-    alone = race.speedup(entry([10], [1.0]), entry([10], [3.0]), seed=0)
-    assert alone == {"value": pytest.approx(3.0), "low": None, "high": None}
+    """30 tokens in 3 s against 20 in 5 s: 10 per second over 4 per second."""
+    fast, slow = ([10, 20], [1.0, 2.0]), ([10, 10], [2.0, 3.0])
+    result = race.speedup(entry(*fast), entry(*slow), seed=0)
+    assert result == {"value": pytest.approx(2.5), "low": None, "high": None}
+    fast, slow = ([4 * part for part in one] for one in (fast, slow))
+    result = race.speedup(entry(*fast), entry(*slow), seed=0)
+    assert result["value"] == pytest.approx(2.5)
+    assert result["low"] < 2.5 < result["high"]
 
 
 def test_turns_rotate_and_the_warm_up_is_not_counted(monkeypatch):

@@ -66,6 +66,7 @@ def test_comparison(flags, tmp_path):
         expected = rates["eagle3"]["tokens_per_second"]
         expected /= rates[ratio["baseline"]]["tokens_per_second"]
         assert ratio["value"] == pytest.approx(expected, rel=1e-3)
+        assert ratio["low"] is ratio["high"] is None  # three prompts
     plain = report["methods"]["spectrain-plain"]
     assert plain["tau"] == 1
     text = render(report)
@@ -148,15 +149,16 @@ def test_a_head_of_another_target_is_refused(flags, tmp_path, tokenizer):
 def test_a_slowdown_is_called_one(flags, tmp_path):
     report = generate(flags, head=str(tmp_path / "head"), compare=True)
     cases = {
-        (0.67, None, None): "SLOWER",
+        (0.67, None, None): "too few prompts for an interval (8 are needed)",
         (0.67, 0.5, 0.9): "SLOWER",
         (0.97, 0.8, 1.1): "no difference shown",
         (1.2, 0.9, 1.4): "no difference shown",
         (1.2, 1.1, 1.4): "",
-        (1.2, None, None): "",
+        (1.2, None, None): "too few prompts for an interval (8 are needed)",
     }
     for (value, low, high), words in cases.items():
         ratio = {"baseline": "plain", "method": "eagle3", "value": value, "low": low, "high": high}
         shown = render(report | {"speedup": [ratio]})
         assert words in shown
-        assert sum(text in shown for text in ("SLOWER", "no difference")) == bool(words)
+        verdicts = ("SLOWER", "no difference", "too few")
+        assert sum(text in shown for text in verdicts) == bool(words)
