@@ -26,6 +26,8 @@ DEFINITIONS = {
     "95 % bootstrap over prompts",
 }
 
+TIMES = ("before", "after")
+
 
 def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and cells; the heads by τ, the best first, then the baselines."""
@@ -61,7 +63,9 @@ def markdown(report: Mapping[str, Any]) -> str:
     header, cells = rows(report)
     lines = [" | ".join(["", *header, ""]).strip(), "|---" * len(header) + "|"]
     lines += [" | ".join(["", *row, ""]).strip() for row in cells]
-    return "\n".join([*lines, "", headline(report), ""])
+    found = report["entries"].items()
+    notes = [f"{name} {tuned(e['quality'])}" for name, e in found if e["quality"]]
+    return "\n".join([*lines, "", ". ".join([headline(report), *notes]), ""])
 
 
 def headline(report: Mapping[str, Any]) -> str:
@@ -81,19 +85,19 @@ def table(report: Mapping[str, Any]) -> Group:
     shown = [_table(header, cells, columns) for columns in (worth, [0, *places])]
     notes = [Text(f"{name}: {text}", style="dim") for name, text in DEFINITIONS.items()]
     for name, entry in report["entries"].items():
-        quality = entry["quality"]
-        if quality and quality["perplexity_before"] is not None:
-            before, after = (quality[f"perplexity_{when}"] for when in ("before", "after"))
-            told = f"perplexity on held-out replies {before:.3f} → {after:.3f}"
-        elif quality:
-            told = "perplexity not measured: the store it was trained on has no held-out rows"
-        else:
-            continue
-        notes.append(
-            Text(f"{name} tunes its target: {told}; α and τ on the tuned target's own replies")
-        )
+        if entry["quality"]:
+            notes.append(Text(f"{name} {tuned(entry['quality'])}"))
     files = Text(f"table {report['table']}, plot {report['plot']}")
     return Group(Text(headline(report), style="bold"), *shown, *notes, files)
+
+
+def tuned(quality: Mapping[str, Any]) -> str:
+    """What was done to the target that a head was trained along with."""
+    before, after = (_or_dash(quality[f"perplexity_{w}"], "{:.3f}".format) for w in TIMES)
+    return (
+        f"tunes its target: perplexity of {quality['heldout_tokens']:,} held-out reply tokens "
+        f"{before} → {after}; α and τ on the tuned target's own replies"
+    )
 
 
 def _table(header: list[str], cells: list[list[str]], columns: list[int]) -> Table:

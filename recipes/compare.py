@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from pydantic import Field
 
 from spectrain.core.config import Config, load_config
@@ -35,6 +36,7 @@ from spectrain.generator.speculate import Clock, Generator
 from spectrain.heads.base import DraftHead
 from spectrain.heads.io import load_head
 from spectrain.recipes import train
+from spectrain.trainer.quality import change, heldout_loss
 
 REPORT, TABLE, PLOT = "compare.json", "compare.md", "compare.png"
 # One entry for each family, with the options its paper trains with.
@@ -96,12 +98,15 @@ def run(config: CompareConfig) -> dict[str, Any]:
     }
     steps = min(config.draft_tokens, *(head.longest_draft for _, head in drafters.values()))
     for name, (target, head) in drafters.items():
-        source, used = heldout, rows
+        source, used, quality = heldout, rows, None
         if target is original:
             heldout.require_features(head.needs.aux_layers, head.needs.last_everywhere)
         else:
             source = OnPolicy(target, prompts, rows, head.needs)
             used = source.rows
+            quality = change(
+                *(heldout_loss(each, heldout, Accelerator()) for each in (original, target))
+            )
         conversations = measure(target, head, source, {0.0: used}, steps)[0.0]
         own = trained.get(name, {})
         entries[name] = {
@@ -115,7 +120,7 @@ def run(config: CompareConfig) -> dict[str, Any]:
             "bytes_per_token": store.bytes_per_token(
                 head.needs.aux_layers, head.needs.last_everywhere
             ),
-            "quality": own.get("quality"),
+            "quality": quality,
             **summarise(conversations, steps, config.seed),
         }
     report = {

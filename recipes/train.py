@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from pydantic import BaseModel, Field, ValidationError
 
-from spectrain.core.batch import Batch, counted
+from spectrain.core.batch import counted
 from spectrain.core.config import nearest
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import disk_errors, read_json, sha256_file, write_json
@@ -37,7 +37,7 @@ from spectrain.trainer.checkpoint import FOLDER, require_same
 from spectrain.trainer.launch import start_all
 from spectrain.trainer.loop import Data, train
 from spectrain.trainer.metrics import METRICS, read_metrics
-from spectrain.trainer.quality import reply_loss
+from spectrain.trainer.quality import heldout_loss
 from spectrain.trainer.settings import FREE_TO_CHANGE, TrainerSettings
 from spectrain.trainer.tracking import make_accelerator, start_trackers
 from spectrain.trainer.trunk import ADAPTER, TARGET, JointHead, from_scratch
@@ -114,7 +114,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         if config.put_back and not head.native:
             head.put_back(resolve(config.target), config.put_back)  # tells why it cannot
         if settings.trunk.trained:
-            quality = [_reply_loss(target, store, accelerator)]
+            quality = [heldout_loss(target, store, accelerator)]
             head = JointHead(head, target, settings.trunk)
             if settings.trunk.first:  # the processes wait for no gradient of what still rests
                 accelerator.ddp_handler.find_unused_parameters = True
@@ -137,7 +137,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         trained = [value for value in head.parameters() if value.requires_grad]
         report["trained_parameters"] = sum(value.numel() for value in trained)
         if settings.trunk.trained:
-            quality.append(_reply_loss(target, store, accelerator))
+            quality.append(heldout_loss(target, store, accelerator))
             report |= about_trunk(settings, quality)
             if main:
                 head.save_trunk(config.out, lasting_name(settings.target))
@@ -285,15 +285,3 @@ def _head(
     if not settings.trunk.trained:  # else they are made anew at every step
         store.require_features(head.needs.aux_layers, head.needs.last_everywhere)
     return head.float()
-
-
-def _reply_loss(
-    target: Target, store: FeatureStore, accelerator: Accelerator
-) -> tuple[int, float | None]:
-    """Held-out reply tokens, and their mean negative log-likelihood under the target."""
-    rows = store.rows("heldout")
-
-    def load(places: list[int]) -> Batch:
-        return store.batch([rows[place] for place in places], with_aux=False)
-
-    return reply_loss(target, [row.length for row in rows], load, accelerator)

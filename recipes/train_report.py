@@ -10,7 +10,7 @@ from spectrain.core.environment import describe, peak_rss_mb
 from spectrain.data.store import FeatureStore
 from spectrain.trainer.loop import State
 from spectrain.trainer.metrics import acceptance, read_metrics
-from spectrain.trainer.quality import perplexity
+from spectrain.trainer.quality import Loss, change
 from spectrain.trainer.trunk import ADAPTER, TARGET
 
 if TYPE_CHECKING:
@@ -50,20 +50,13 @@ def make_report(
     }
 
 
-def about_trunk(settings: TrainConfig, quality: list[tuple[int, float | None]]) -> dict[str, Any]:
+def about_trunk(settings: TrainConfig, quality: list[Loss]) -> dict[str, Any]:
     """What a report says of a target that was trained along; quality: before and after."""
-    (tokens, before), (_, after) = quality
     folder = ADAPTER if settings.trunk.mode == "lora" else TARGET
     return {
         "trunk": settings.trunk.mode,
         "tuned_target": str(settings.out / folder),
-        "quality": {
-            "heldout_tokens": tokens,
-            "loss_before": before,
-            "loss_after": after,
-            "perplexity_before": perplexity(before),
-            "perplexity_after": perplexity(after),
-        },
+        "quality": change(*quality),
     }
 
 

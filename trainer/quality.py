@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +12,34 @@ from accelerate import Accelerator
 
 from spectrain.core.batch import Batch, predicting
 from spectrain.core.target import Target
+from spectrain.data.store import FeatureStore
 from spectrain.heads.scoring import next_tokens
 
+# Reply tokens, and their mean negative log-likelihood (None without any).
+Loss = tuple[int, float | None]
 _BATCH_TOKENS = 2048  # padded tokens of a batch, unless one row alone is longer
 _LOGITS = 1 << 24  # float32 logits that exist at a time
+
+
+def heldout_loss(target: Target, store: FeatureStore, accelerator: Accelerator) -> Loss:
+    """`reply_loss` of the store's held-out rows."""
+    rows = store.rows("heldout")
+
+    def load(places: list[int]) -> Batch:
+        return store.batch([rows[place] for place in places], with_aux=False)
+
+    return reply_loss(target, [row.length for row in rows], load, accelerator)
+
+
+def change(before: Loss, after: Loss) -> dict[str, Any]:
+    """What a report says of the same rows under a target before and after it was trained."""
+    return {
+        "heldout_tokens": before[0],
+        "loss_before": before[1],
+        "loss_after": after[1],
+        "perplexity_before": perplexity(before[1]),
+        "perplexity_after": perplexity(after[1]),
+    }
 
 
 @torch.no_grad()
@@ -23,8 +48,8 @@ def reply_loss(
     lengths: Sequence[int],
     load: Callable[[list[int]], Batch],
     accelerator: Accelerator,
-) -> tuple[int, float | None]:
-    """Reply tokens of some rows, and their mean negative log-likelihood (None without any).
+) -> Loss:
+    """The loss of some rows.
 
     lengths: tokens of each row; load: some rows as a batch. The processes share the rows.
     """

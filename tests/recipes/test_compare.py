@@ -6,6 +6,7 @@ import json
 from collections import Counter
 
 import pytest
+import torch
 from preparing import PROMPTS, prompt, write
 from safetensors.torch import load_file
 from tiny_models import SENTENCES
@@ -293,11 +294,27 @@ def test_a_tuned_target_is_what_its_head_is_measured_on(four, greedy, tiny_path,
     assert four["race"]["methods"]["medusa"]["identical"] == 5
 
 
-def test_what_tuning_did_to_the_target_is_in_the_report(four, out):
-    own = json.loads((out / "tuned" / "report.json").read_text())["report"]
-    assert four["entries"]["tuned"]["quality"] == own["quality"]
-    assert own["quality"]["perplexity_before"] != own["quality"]["perplexity_after"]
+def test_what_tuning_did_to_the_target_is_measured_on_the_held_out_store(four, out, other_store):
+    """Token by token: −log p of every held-out reply token, from the model's own logits."""
+    opened = FeatureStore.open(other_store)
+    rows = opened.rows("heldout")
+    quality = four["entries"]["tuned"]["quality"]
+    adapter = out / "tuned" / "adapter"
+    for name, when in ((four["entries"]["medusa"]["target"], "before"), (str(adapter), "after")):
+        model = Target.load(name).model
+        losses = []
+        for row in rows:
+            batch = opened.batch([row], with_aux=False)
+            with torch.no_grad():
+                told = model(batch.tokens).logits[0].log_softmax(-1)
+            for place in range(1, row.length):
+                if batch.reply[0, place]:
+                    losses.append(-told[place - 1, batch.tokens[0, place]].item())
+        assert quality["heldout_tokens"] == len(losses) > 20
+        assert quality[f"loss_{when}"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert quality["perplexity_before"] != quality["perplexity_after"]
     assert four["entries"]["medusa"]["quality"] is None
+    assert f"tuned tunes its target: perplexity of {quality['heldout_tokens']}" in markdown(four)
 
 
 def test_costs_of_training_are_those_of_the_runs(four, out):
