@@ -94,6 +94,20 @@ def save_tiny(folder: Path, tokenizer, *, seed: int = 0, **changes) -> Path:
     return folder
 
 
+def gemma(folder: Path, tokenizer):
+    """A loaded Gemma 2 with weights so large that its soft cap matters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from spectrain.core.target import Target
+
+    torch.manual_seed(0)
+    sizes = SIZES | {"initializer_range": 1.0, "final_logit_softcapping": 4.0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **sizes))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Target.load(str(folder), pack_weights=False)
+
+
 def make_head(target, *, steps=4, draft_vocab=120, seed=0, wild=True, **options) -> Eagle3Head:
     """A head with random weights large enough that every path matters."""
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2: alignment and loss by hand and by slow code, noise, names, start."""
+"""EAGLE-1 and EAGLE-2: alignment, loss and supervision by hand and by slow code."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ import math
 import pytest
 import torch
 from head_kinds import create
-from tiny_models import SIZES, make_batch, random_rows, save_tiny
+from tiny_models import gemma, make_batch, random_rows
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from spectrain.core.batch import Batch, Features, counted
-from spectrain.core.errors import SpectrainError
+from spectrain.core.batch import Batch, counted
 from spectrain.core.readout import Readout
-from spectrain.core.target import Target
-from spectrain.heads import eagle1_init, linear_loss
+from spectrain.heads import linear_loss
 from spectrain.heads.base import TargetFacts
-from spectrain.heads.eagle1 import Eagle1Config, Eagle1Head, Eagle1Options
+from spectrain.heads.eagle1 import Eagle1Config, Eagle1Head
 from spectrain.heads.io import load_head, save_head
 from spectrain.heads.recurrent import RecurrentHead
-from spectrain.recipes import train
 
 LN2 = math.log(2)
 
@@ -192,16 +188,6 @@ def test_objective_and_gradients_equal_the_slow_reference(
         )
 
 
-def gemma(folder, tokenizer) -> Target:
-    """Weights so large that its soft cap matters."""
-    torch.manual_seed(0)
-    sizes = SIZES | {"initializer_range": 1.0, "final_logit_softcapping": 4.0}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **sizes))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return Target.load(str(folder), pack_weights=False)
-
-
 @torch.no_grad()
 def test_logits_are_the_target_s(tmp_path, tokenizer):
     """lm_head over the draft vocabulary, without a norm, with the soft cap (Gemma)."""
@@ -213,153 +199,6 @@ def test_logits_are_the_target_s(tmp_path, tokenizer):
         assert expected.abs().max() > 2.0  # the cap matters here
         for mode in (True, False):  # the two routes through the output layer
             torch.testing.assert_close(head.train(mode).logits(last, 0), expected)
-
-
-def test_noise_in_training_alone(tiny):
-    tokens, reply = random_rows(torch.Generator().manual_seed(2))
-    head = create(tiny, "eagle1")
-    batch = make_batch(tiny, head, tokens, reply)
-    quiet = head.objective(batch).loss
-    assert torch.equal(head.objective(batch).loss, quiet)
-    head.train()
-    torch.manual_seed(1)
-    noisy = head.objective(batch).loss
-    torch.manual_seed(1)
-    assert torch.equal(head.objective(batch).loss, noisy)
-    assert not torch.equal(noisy, quiet)
-    # What is regressed stays true, and drafting has none even while the module is training.
-    features = tiny.forward(tokens)
-    drafts = []
-    for mode in (True, False):
-        state = head.train(mode).start(len(tokens), 64)
-        drafts.append(head.begin(state, tokens, features[:, :-1], torch.tensor([5, 7])))
-    assert torch.equal(*drafts)
-    plain = create(tiny, "eagle1", noise=0.0).train()
-    assert torch.equal(plain.objective(batch).loss, plain.eval().objective(batch).loss)
-
-
-def test_noise_is_as_wide_as_published(tiny):
-    """(rand − ½) · 0.2 · 512 / length, with the row's own length and not that of the padding."""
-    head = create(tiny, "eagle1")
-    last = torch.ones(2, 64, 48)
-    reply = torch.zeros(2, 64, dtype=torch.int64)
-    reply[0, 40:], reply[1, 9:16] = 1, 1
-    batch = Batch(torch.randint(3, 99, (2, 64)), reply, None, last, reply - 1)
-    noise = head.disturb(Features(last, None), batch).last - last
-    assert not noise[1, 16:].any()
-    for row, length in ((0, 64), (1, 16)):
-        widest = 0.5 * 0.2 * 512 / length
-        own = noise[row, :length]
-        assert 0.99 * widest < own.abs().max() <= widest * (1 + 1e-4)
-        assert own.mean().abs() < 0.05 * widest
-
-
-def test_names_are_those_of_the_published_layout(tiny, whole):
-    """No input norm, no final norm, no lm_head, no bias; a map only where tokens are left out."""
-    linear = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up")]
-    layer = [*linear, "mlp.down_proj", "post_attention_layernorm"]
-    names = {"fc.weight", *(f"layers.0.{name}.weight" for name in layer)}
-    assert create(whole, "eagle1").state_dict().keys() == names
-    assert create(tiny, "eagle2").state_dict().keys() == names | {"d2t", "t2d"}
-    assert create(whole, "eagle1", fc_bias=True).state_dict().keys() == names | {"fc.bias"}
-    shapes = {n: tuple(v.shape) for n, v in create(whole, "eagle1").state_dict().items()}
-    assert shapes["fc.weight"] == (48, 96)
-    assert shapes["layers.0.self_attn.q_proj.weight"] == (64, 48)
-
-
-@pytest.fixture
-def scaled(tmp_path, tokenizer):
-    """A target whose norms have weights worth the name, its last state at one token, and the
-    residual stream h it was made of."""
-    target = Target.load(str(save_tiny(tmp_path / "t", tokenizer)), pack_weights=False)
-    torch.manual_seed(1)
-    source = target.decoder.layers[-1]
-    for norm in (target.decoder.norm, source.input_layernorm, source.post_attention_layernorm):
-        norm.weight.uniform_(0.5, 2.0)
-    stream = 5 * torch.randn(1, 48)
-    return target, stream, target.decoder.norm(stream)
-
-
-@torch.no_grad()
-def test_start_is_the_target_s_last_layer(scaled, monkeypatch):
-    """Piece by piece what the target's layer does to h, said of f: its own coordinates."""
-    target, stream, state = scaled
-    size, final = stream.pow(2).mean().sqrt(), target.decoder.norm.weight
-    monkeypatch.setattr(
-        eagle1_init, "sizes", lambda _: (size.item(), state.pow(2).mean().sqrt().item())
-    )
-    head = create(target, "eagle1", random=False, init="target")
-    layer, source = head.layers[0], target.decoder.layers[-1]
-    residual, x = head.enter(torch.zeros_like(state), state)
-    torch.testing.assert_close(residual, state)
-    assert head.fc.weight[:, :48].abs().max() < 0.02
-    for name in ("q_proj", "k_proj", "v_proj"):
-        own, theirs = (getattr(one.self_attn, name) for one in (layer, source))
-        torch.testing.assert_close(own(x), theirs(source.input_layernorm(stream)))
-    attended = torch.randn(1, 64)
-    moved = source.self_attn.o_proj(attended)
-    torch.testing.assert_close(layer.self_attn.o_proj(attended), moved * final / size)
-    moved = source.mlp(source.post_attention_layernorm(stream))
-    ours = layer.mlp(layer.post_attention_layernorm(state))
-    torch.testing.assert_close(ours, moved * final / size, atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
-def test_sizes_are_those_of_the_states(scaled):
-    target = scaled[0]
-    tokens = torch.randint(0, 384, (1, 64), generator=torch.Generator().manual_seed(3))
-    state = target.forward(tokens).last
-    stream = target.forward(tokens, aux_layers=(3,)).aux
-    found = eagle1_init.sizes(target)
-    for got, rows in zip(found, (stream, state), strict=True):
-        assert got == pytest.approx(rows.pow(2).mean(-1).sqrt().median().item(), rel=0.3)
-
-
-def test_what_does_not_fit_starts_at_random(tmp_path, tokenizer):
-    """Gemma's layers have four norms: nothing of them is taken over, and nothing fails."""
-    target = gemma(tmp_path, tokenizer)
-    head = create(target, "eagle1", random=False, init="target")
-    own, theirs = head.layers[0].mlp.up_proj.weight, target.decoder.layers[-1].mlp.up_proj.weight
-    assert own.shape == theirs.shape
-    assert own.std().item() == pytest.approx(0.02, rel=0.1)
-    assert not torch.equal(own, theirs)
-    assert (head.layers[0].post_attention_layernorm.weight == 1).all()
-
-
-def test_random_start(tiny):
-    head = create(tiny, "eagle1", random=False, fc_bias=True)
-    assert not head.fc.bias.any()
-    for name, value in head.named_parameters():
-        if value.dim() == 2:
-            assert value.std().item() == pytest.approx(0.02, rel=0.1), name
-
-
-@pytest.mark.parametrize("init", ["random", "target"])
-def test_a_few_steps_of_training_lower_both_losses(tiny, init):
-    """With noise on; the losses are measured without it."""
-    head = create(tiny, "eagle1", random=False, init=init)
-    batch = make_batch(tiny, head, *random_rows(torch.Generator().manual_seed(4)))
-    both = {
-        "distance": create(tiny, "eagle1", classification_weight=0.0),
-        "entropy": create(tiny, "eagle1", regression_weight=0.0),
-    }
-
-    def measure():
-        for other in both.values():
-            other.load_state_dict(head.state_dict())
-        return {name: other.objective(batch).loss.item() for name, other in both.items()}
-
-    before = measure()
-    optimizer = torch.optim.Adam(head.parameters(), 1e-3)
-    head.train()
-    for step in range(30):
-        torch.manual_seed(step)  # as the training loop does: other noise in every step
-        optimizer.zero_grad()
-        head.objective(batch).loss.sum().backward()
-        optimizer.step()
-    after = measure()
-    assert after["distance"] < 0.9 * before["distance"]
-    assert after["entropy"] < 0.96 * before["entropy"]
 
 
 def test_supervision_decides_what_counts(tiny):
@@ -415,65 +254,6 @@ def test_it_drafts_further_than_it_was_trained(tiny):
     assert (head.config.steps, head.longest_draft) == (1, 16)
     assert head.needs.last_everywhere
     assert not head.needs.aux_layers
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"steps": 0}, "head.steps: 0 refused"),
-        ({"step": 2}, "unknown key head.step.*steps"),
-        ({"noise": -1}, "head.noise"),
-    ],
-)
-def test_bad_options_are_one_line(options, message):
-    config = train.TrainConfig(family="eagle1", head=options)
-    with pytest.raises(SpectrainError, match=message) as caught:
-        train._options(Eagle1Options, config)
-    assert "\n" not in str(caught.value)
-
-
-def test_partly_rotated_heads_are_refused(tiny, monkeypatch):
-    parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    monkeypatch.setattr(tiny.config, "rope_parameters", parameters)
-    for family in ("eagle1", "eagle2", "eagle3"):
-        with pytest.raises(SpectrainError, match="partial_rotary_factor"):
-            create(tiny, family)
-
-
-def test_more_draft_tokens_than_there_are(tiny):
-    with pytest.raises(SpectrainError, match="not between 1 and 384"):
-        create(tiny, "eagle1", draft_vocab_size=385)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("eagle1", {"noise": 0.2}), ("eagle1", {"steps": 3}), ("eagle3", {"feature_noise": 0.3})],
-)
-def test_noise_does_not_depend_on_how_a_batch_is_cut(tiny, name, options):
-    """In training, noise included: rows one by one, padded and in another order give the same."""
-    head = create(tiny, name, draft_vocab_size=120, **options).train()
-    tokens, reply = random_rows(torch.Generator().manual_seed(5), rows=3)
-    whole = make_batch(tiny, head, tokens, reply)
-    names = ("tokens", "reply", "aux", "last", "argmax")
-
-    def loss(rows, padding=0):
-        torch.manual_seed(77)
-        values = []
-        for name in names:
-            value = getattr(whole, name)
-            if value is not None:
-                value = value[rows]
-                more = value.new_zeros(len(value), padding, *value.shape[2:])
-                value = torch.cat([value, more], dim=1)
-            values.append(value)
-        return head.objective(Batch(*values)).loss.detach()
-
-    expected = loss([0, 1, 2])
-    torch.testing.assert_close(loss([2, 0, 1], padding=5), expected)
-    torch.testing.assert_close(loss([0]) + loss([1]) + loss([2], padding=3), expected)
-    torch.manual_seed(78)
-    assert not torch.allclose(head.objective(whole).loss, expected)
-    assert not torch.allclose(head.eval().objective(whole).loss, expected)
 
 
 def test_the_target_s_state_does_not_come_to_meet_the_guess(tiny):
