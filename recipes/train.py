@@ -31,7 +31,7 @@ from spectrain.data.store import FeatureStore
 from spectrain.heads.base import DraftHead
 from spectrain.heads.io import WEIGHTS, find_head, load_head, save_head
 from spectrain.heads.registry import family
-from spectrain.recipes.train_report import HEAD, about_trunk, make_report, render
+from spectrain.recipes.train_report import HEAD, about_store, about_trunk, make_report, render
 from spectrain.trainer.changes import digests, require_changes
 from spectrain.trainer.checkpoint import FOLDER, require_same
 from spectrain.trainer.launch import start_all
@@ -39,7 +39,7 @@ from spectrain.trainer.loop import Data, train
 from spectrain.trainer.metrics import METRICS, read_metrics
 from spectrain.trainer.quality import heldout_loss
 from spectrain.trainer.settings import FREE_TO_CHANGE, TrainerSettings
-from spectrain.trainer.tracking import make_accelerator, start_trackers
+from spectrain.trainer.tracking import make_accelerator, precision, start_trackers
 from spectrain.trainer.trunk import ADAPTER, TARGET, JointHead, from_scratch
 
 __all__ = ["TrainConfig", "render", "run"]
@@ -85,6 +85,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     """
     kind = family(config.family)
     options = _options(kind.Options, config)
+    config = config.model_copy(update={"mixed_precision": precision(config)})
     start_all()
     accelerator = make_accelerator(config, config.out)
     main = accelerator.is_main_process
@@ -106,7 +107,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
                 print(f"this run is finished: {config.out / HEAD}", file=sys.stderr)
                 if config.put_back:
                     load_head(config.out / HEAD).put_back(resolve(config.target), config.put_back)
-            return finished
+            return finished | about_store(store)
 
         torch.manual_seed(config.seed)
         target = _target(settings, store, accelerator)
@@ -133,7 +134,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         state = train(head, data, settings, accelerator, config.out, identity, config.extend)
         require_changes(watched, before, str(config.out), state.unreached or ())
         accelerator.wait_for_everyone()  # the metrics are complete
-        report = make_report(settings, state, store, accelerator)
+        report = make_report(settings, state, store, accelerator, head.weights(1.0))
         trained = [value for value in head.parameters() if value.requires_grad]
         report["trained_parameters"] = sum(value.numel() for value in trained)
         if settings.trunk.trained:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
@@ -21,9 +23,16 @@ FINAL_SHARE = 0.1  # the report's loss and acceptance are means over this last p
 
 
 def make_report(
-    settings: TrainConfig, state: State, store: FeatureStore, accelerator: Accelerator
+    settings: TrainConfig,
+    state: State,
+    store: FeatureStore,
+    accelerator: Accelerator,
+    weights: Sequence[float],
 ) -> dict[str, Any]:
-    """Counts, speed, and the means over the last part of the run (on training data)."""
+    """Counts, speed, and the means over the last part of the run (on training data).
+
+    weights: of the terms of the objective at the end of the run.
+    """
     rows = read_metrics(settings.out)
     first = (1 - FINAL_SHARE) * settings.steps
     last = [row for row in rows if row["step"] > first]
@@ -41,13 +50,29 @@ def make_report(
         "seconds": round(state.seconds, 3),
         "tokens_per_second": round(state.supervised / state.seconds, 1),
         "loss": sum(losses) / len(losses) if losses else None,
+        "first_loss": _first_loss(rows[0], weights) if rows[0]["step"] <= first else None,
+        "first_steps": rows[0]["step"],
         # The first term of a joint training is the trunk's, which drafts nothing.
         "acceptance": acceptance(hits, seen)[1 if settings.trunk.trained else 0 :],
         "skipped_steps": state.skipped,
         "processes": accelerator.num_processes,
         "peak_rss_mb": round(peak_rss_mb(), 1),
         "environment": describe(accelerator.device),
+        **about_store(store),
     }
+
+
+def _first_loss(row: dict[str, Any], weights: Sequence[float]) -> float | None:
+    """What the final loss is to be compared with: the first logged row, weighed as the last ones
+    are (weights may change on the way)."""
+    pairs = zip(weights, row["loss_terms"], strict=False)  # no terms where every step was skipped
+    weighed = [weight * term for weight, term in pairs if term is not None]
+    return sum(weighed) if weighed else None
+
+
+def about_store(store: FeatureStore) -> dict[str, Any]:
+    """Where the head may be measured."""
+    return {"store_path": str(store.path), "heldout_rows": len(store.rows("heldout"))}
 
 
 def about_trunk(settings: TrainConfig, quality: list[Loss]) -> dict[str, Any]:
@@ -64,6 +89,8 @@ def render(report: dict[str, Any]) -> str:
     """What a person reads: where the head is, what it cost, how it did on its training data."""
     accepted = " ".join("–" if a is None else f"{a:.2f}" for a in report["acceptance"])
     loss = "–" if report["loss"] is None else f"{report['loss']:.3f}"
+    if report.get("first_loss") is not None:  # a report of an earlier version has none
+        loss += f" ({report['first_loss']:.3f} in the first {report['first_steps']} steps)"
     lines = [
         f"head {report['head']} ({report['family']} for {report['target']})",
         f"{report['steps']:,} steps, {report['supervised_tokens']:,} reply tokens in "
@@ -85,5 +112,21 @@ def render(report: dict[str, Any]) -> str:
             f"what it is worth: spectrain prepare {own} to another --store, then eval-alpha {own}",
         ]
     else:
-        lines.append("what it is worth: spectrain eval-alpha on held-out rows")
+        lines.append(f"what it is worth: {_measure(report)}")
     return "\n".join(lines)
+
+
+def _measure(report: dict[str, Any]) -> str:
+    """The command that measures the head; where the store has no rows for it, how to get some."""
+
+    def command(verb: str, **flags: str) -> str:
+        given = {"target": report["target"], **flags}
+        return shlex.join(
+            ["spectrain", verb, *(part for k, v in given.items() for part in (f"--{k}", v))]
+        )
+
+    if report["heldout_rows"]:
+        return command("eval-alpha", store=report["store_path"], head=report["head"])
+    prepare = command("prepare", prompts="OTHER.jsonl", heldout="1", store="HELDOUT")
+    measure = command("eval-alpha", store="HELDOUT", head=report["head"])
+    return f"{report['store_path']} has no held-out rows; {prepare}, then {measure}"

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState
+from tiny_models import save_tiny
 
 from spectrain.core import config as config_module
 from spectrain.core.errors import RunFailed, SpectrainError
@@ -29,9 +30,10 @@ WORDS = ["apple", "dog", "two", "word", "letter", "seven", "fox", "quick", "lazy
 
 @pytest.fixture(scope="module")
 def make_store(tiny_path, tmp_path_factory):
-    """make_store(seed, answer) → a store of 24 conversations, some answered by a single letter."""
+    """make_store(seed, answer, heldout) → a store of 24 conversations, some answered by a single
+    letter."""
 
-    def make(seed, answer=str.upper):
+    def make(seed, answer=str.upper, heldout=0.1):
         folder = tmp_path_factory.mktemp("store")
         draw = random.Random(seed)
         prompts = folder / "prompts.jsonl"
@@ -48,6 +50,7 @@ def make_store(tiny_path, tmp_path_factory):
                 prompts=prompts,
                 store=folder / "store",
                 regenerate=False,
+                heldout=heldout,
                 dtype="float32",
             )
         )
@@ -111,6 +114,51 @@ def test_a_finished_run_says_so_and_gives_its_report(config, capsys):
     assert train.run(config()) == report
     assert "this run is finished" in capsys.readouterr().err
     assert (config().out / "head" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_the_loss_is_shown_beside_that_of_the_first_steps(config):
+    """The steps of the first logged row; where it is a part of the end already, it says nothing."""
+    report = train.run(config(steps=12, log_every=2))
+    rows = read_metrics(config().out)
+    assert [row["step"] for row in rows] == [2, 4, 6, 8, 10, 12]
+    assert report["first_loss"] == pytest.approx(rows[0]["loss"])
+    assert report["first_loss"] > report["loss"] == rows[-1]["loss"]
+    shown = f"loss {rows[-1]['loss']:.3f} ({rows[0]['loss']:.3f} in the first 2 steps)"
+    assert shown in train.render(report)
+    report = train.run(config(steps=12, log_every=50, overwrite=True))
+    assert report["first_loss"] is None
+    assert f"loss {report['loss']:.3f}, greedy" in train.render(report)
+
+
+def test_the_first_loss_is_weighed_like_the_last(config):
+    """λ falls to a third after 0.67 of an MTP run: that is no progress."""
+    head = {"steps": 2, "draft_vocab_size": 40}
+    report = train.run(config(family="mtp-sequential", head=head))
+    assert report["first_loss"] == pytest.approx(read_metrics(config().out)[0]["loss"] / 3)
+
+
+def test_the_last_line_measures_the_head(config, make_store):
+    """With the store's own held-out rows; without any it says so, and how to get some."""
+    asked = config()
+    last = train.render(train.run(asked)).splitlines()[-1]
+    assert last == (
+        f"what it is worth: spectrain eval-alpha --target {asked.target} --store {asked.store} "
+        f"--head {asked.out / 'head'}"
+    )
+    bare = make_store(0, heldout=0.0)
+    for report in [train.run(config(store=bare, overwrite=True)), train.run(config(store=bare))]:
+        last = train.render(report).splitlines()[-1]
+        assert last.startswith(f"what it is worth: {bare} has no held-out rows; spectrain prepare")
+        assert f"--store {bare}" not in last
+        for part in ("--heldout 1 --store HELDOUT", "eval-alpha", "--store HELDOUT --head"):
+            assert part in last
+
+
+def test_another_target_is_named_before_its_layers(config, tokenizer, tmp_path):
+    """With more layers its auxiliary ones are others too."""
+    other = save_tiny(tmp_path / "other", tokenizer, num_hidden_layers=8)
+    with pytest.raises(SpectrainError, match=r"the store holds features of .* not of this target"):
+        train.run(config(target=str(other)))
 
 
 def test_another_run_in_the_same_folder_is_refused(config, make_store):
