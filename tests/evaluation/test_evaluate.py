@@ -189,16 +189,19 @@ def test_other_layers(settings, tiny, tmp_path):
         evaluate(settings, store=str(other))
 
 
-def test_another_target(settings, tmp_path):
-    """Store and head of one target are refused with another, before anything is measured."""
+def test_another_target(settings, tiny, tmp_path):
+    """Store and head of one target are refused with another, before anything is measured and before
+    what follows from it, as other layers do."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(settings["target"])
     torch.nn.init.normal_(model.get_input_embeddings().weight)
     model.save_pretrained(tmp_path / "changed")
     AutoTokenizer.from_pretrained(settings["target"]).save_pretrained(tmp_path / "changed")
-    with pytest.raises(SpectrainError, match="not of this target"):
-        evaluate(settings, target=str(tmp_path / "changed"))
+    other = make_store(tmp_path / "other layers", tiny, layers=(0, 1, 2))
+    for store in (settings["store"], str(other)):
+        with pytest.raises(SpectrainError, match="not of this target"):
+            evaluate(settings, target=str(tmp_path / "changed"), store=store)
 
 
 def test_a_plot_that_cannot_be_written_costs_nothing_else(settings, monkeypatch, capsys):
