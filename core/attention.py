@@ -77,13 +77,22 @@ def grouped_attention(
         mask = mask.expand(batch, count, count)
     folded = query.reshape(batch, groups, share * count, size)
     wide = mask[:, None].repeat(1, 1, share, 1)
-    if softcap is None:
+    if softcap is None and not _by_products(folded):
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=wide, scale=scale)
     else:
-        scores = torch.tanh(folded @ key.transpose(2, 3) * scale / softcap) * softcap
+        scores = folded @ key.transpose(2, 3) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
         weights = scores.masked_fill(~wide, float("-inf")).softmax(-1, dtype=torch.float32)
         out = weights.to(value.dtype) @ value
     return out.view(batch, heads, count, value.shape[-1])
+
+
+def _by_products(folded: Tensor) -> bool:
+    """Whether two batched products beat the fused kernel: on a CPU with few queries in many rows,
+    where that kernel takes 1.8 (float32) to 5 times (bfloat16) as long (docs/LOG.md)."""
+    rows, queries = folded.shape[0] * folded.shape[1], folded.shape[2]
+    return folded.device.type == "cpu" and queries <= 16 and rows >= 48
 
 
 def _attention(
@@ -111,10 +120,7 @@ def _attention(
             plan.cache.write(
                 module.layer_idx, plan.slots, key.transpose(1, 2), value.transpose(1, 2)
             )
-            key, value = (
-                tensor.transpose(1, 2)
-                for tensor in plan.cache.read(module.layer_idx, plan.visible.shape[2])
-            )
+            key, value = plan.cache.read(module.layer_idx, plan.visible.shape[2])
         mask = plan.mask(sliding_window)
     out = grouped_attention(query, key, value, mask, scale, softcap)
     return out.transpose(1, 2).contiguous(), None

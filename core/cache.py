@@ -19,25 +19,42 @@ class KVCache:
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.positions = torch.zeros(rows, slots, dtype=torch.int64, device=device)
         self._row = torch.arange(rows, device=device)[:, None]
+        self._room = slots  # allocated of them
+        # [B, G, room, d]: what attention reads lies side by side.
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def reserve(self, view: int) -> None:
+        """Say that nothing beyond the first `view` slots will be used before the next call.
+
+        A CPU then holds these slots and no others, for products over a part of every row would
+        copy the part first (docs/LOG.md); elsewhere all were allocated once and stay in place.
+        """
+        if self.device.type != "cpu" or (self._layers and view <= self._room):
+            return
+        self._room = view
+        self._layers = {i: (self._wider(k), self._wider(v)) for i, (k, v) in self._layers.items()}
+
+    def _wider(self, stored: Tensor) -> Tensor:
+        new = stored.new_zeros(*stored.shape[:2], self._room, stored.shape[3])
+        new[:, :, : stored.shape[2]] = stored
+        return new
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put keys, values [B, n, G, d] into slots [B, n] of `layer`."""
         if layer not in self._layers:
-            shape = (self.rows, self.slots, *keys.shape[2:])
             # Zeros, not empty: a masked slot still enters 0 · value, and NaN · 0 is NaN.
-            self._layers[layer] = (
-                keys.new_zeros(shape),
-                values.new_zeros((self.rows, self.slots, *values.shape[2:])),
+            self._layers[layer] = tuple(
+                new.new_zeros(self.rows, new.shape[2], self._room, new.shape[3])
+                for new in (keys, values)
             )
-        stored_keys, stored_values = self._layers[layer]
-        stored_keys[self._row, slots] = keys
-        stored_values[self._row, slots] = values
+        for stored, new in zip(self._layers[layer], (keys, values), strict=True):
+            group = torch.arange(stored.shape[1], device=self.device)[:, None]
+            stored[self._row[..., None], group, slots[:, None]] = new.transpose(1, 2)
 
     def read(self, layer: int, view: int) -> tuple[Tensor, Tensor]:
-        """The first `view` slots of a layer: two views [B, view, G, d]."""
+        """The first `view` slots of a layer: two views [B, G, view, d]."""
         keys, values = self._layers[layer]
-        return keys[:, :view], values[:, :view]
+        return keys[:, :, :view], values[:, :, :view]
 
     def place(self, slots: Tensor, positions: Tensor) -> None:
         """Remember which position [B, n] each slot [B, n] holds (sliding windows need it)."""

@@ -101,7 +101,9 @@ class Target:
         else:
             start = cache.lengths[:, None]
             positions = start + (offset if depths is None else depths)
-            visible = visible_slots(cache.lengths, count, view or cache.slots, ancestors)
+            view = view or cache.slots
+            cache.reserve(view)
+            visible = visible_slots(cache.lengths, count, view, ancestors)
             plan = attention.Plan(positions, cache, start + offset, visible)
             cache.place(plan.slots, positions)
         kept: dict[int, Tensor] = {}

@@ -31,6 +31,7 @@ from spectrain.data.shard import DTYPES, Row, RowInfo, States, lay_out
 from spectrain.data.store import FORMAT, MANIFEST, fingerprint_of, read_manifest, shard_name
 
 REPLIES = "replies"
+FINGERPRINT = "target.fingerprint"
 
 
 class StoreWriter:
@@ -199,7 +200,8 @@ def _clear(path: Path, settings: dict, overwrite: bool) -> None:
 
 def _require_same(old: dict, new: dict, path: Path) -> None:
     before, now = _flat(old), _flat(new)
-    for key in sorted(set(before) | set(now)):
+    # The target first: with another one, what follows from it differs as well.
+    for key in sorted(set(before) | set(now), key=lambda key: (key != FINGERPRINT, key)):
         if before.get(key) != now.get(key):
             raise SpectrainError(
                 f"the store was prepared with {key} = {before.get(key)!r}, "

@@ -220,7 +220,7 @@ class RecurrentHead(DraftHead):
 
     def _look(self, state: RecurrentState, index: int, query: Tensor, visible: Tensor) -> Tensor:
         """query [B, m, Q, d], visible [B, m, view] → [B, m, Q·d]"""
-        keys, values = (t.transpose(1, 2) for t in state.cache.read(index, state.view))
+        keys, values = state.cache.read(index, state.view)
         out = grouped_attention(query.transpose(1, 2), keys, values, visible, self.scale)
         return out.transpose(1, 2).flatten(2)
 

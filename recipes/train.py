@@ -39,7 +39,7 @@ from spectrain.trainer.loop import Data, train
 from spectrain.trainer.metrics import METRICS, read_metrics
 from spectrain.trainer.quality import heldout_loss
 from spectrain.trainer.settings import FREE_TO_CHANGE, TrainerSettings
-from spectrain.trainer.tracking import make_accelerator, start_trackers
+from spectrain.trainer.tracking import make_accelerator, precision, start_trackers
 from spectrain.trainer.trunk import ADAPTER, TARGET, JointHead, from_scratch
 
 __all__ = ["TrainConfig", "render", "run"]
@@ -85,6 +85,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     """
     kind = family(config.family)
     options = _options(kind.Options, config)
+    config = config.model_copy(update={"mixed_precision": precision(config)})
     start_all()
     accelerator = make_accelerator(config, config.out)
     main = accelerator.is_main_process

@@ -115,8 +115,10 @@ class TrainerSettings(Config):
     )
     warmup: float = Field(0.05, ge=0, lt=1, description="share of the steps with a rising rate")
     clip: float = Field(1.0, ge=0, description="largest gradient norm, 0 for no clipping")
-    mixed_precision: Literal["no", "bf16"] = Field(
-        "no", description="bf16: matrix products in bfloat16, weights stay float32"
+    mixed_precision: Literal["no", "bf16", "auto"] = Field(
+        "no",
+        description="bf16: matrix products in bfloat16, weights stay float32; auto: bf16 where the "
+        "device has units for it",
     )
     trunk: TrunkSettings = Field(
         TrunkSettings(), description="training of the target itself (Medusa-2, MTP)"

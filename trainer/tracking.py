@@ -6,7 +6,7 @@ import netrc
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -15,6 +15,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs
 
 from spectrain.core.errors import SpectrainError
+from spectrain.trainer.muon import working_type
 from spectrain.trainer.settings import TrainerSettings
 
 PROJECT = "spectrain"
@@ -45,6 +46,14 @@ def make_accelerator(settings: TrainerSettings, run: Path) -> Accelerator:
         ],
     )
     return accelerator
+
+
+def precision(settings: TrainerSettings) -> Literal["no", "bf16"]:
+    """What `mixed_precision` means on this machine."""
+    if settings.mixed_precision != "auto":
+        return settings.mixed_precision
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "bf16" if working_type(here or torch.device("cpu")) is torch.bfloat16 else "no"
 
 
 def start_trackers(accelerator: Accelerator, identity: Mapping[str, Any], run: Path) -> None:

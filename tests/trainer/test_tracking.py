@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from spectrain.core.errors import SpectrainError
 from spectrain.trainer import launch, tracking
@@ -79,3 +80,11 @@ def test_wandb_works_offline(accelerator, monkeypatch, tmp_path):
     tracked.log({"loss": 1.0}, step=1)
     tracked.end_training()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.parametrize("units", [True, False])
+def test_auto_precision_is_bfloat16_where_there_are_units_for_it(units, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: units, raising=False)
+    found = [tracking.precision(TrainerSettings(mixed_precision=m)) for m in ("auto", "no", "bf16")]
+    assert found == ["bf16" if units else "no", "no", "bf16"]

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 from preparing import PROMPTS, content, write
+from tiny_models import save_tiny
 
 from spectrain.core.errors import SpectrainError
 from spectrain.data.store import FeatureStore
@@ -55,6 +56,14 @@ def test_other_template_is_refused(config, tiny_path, tmp_path):
     template = other / "chat_template.jinja"
     template.write_text(template.read_text().replace("assistant", "bot"))
     with pytest.raises(SpectrainError, match="template = "):
+        prepare.run(config(limit=4, target=str(other)))
+
+
+def test_another_target_is_named_before_what_follows_from_it(config, tokenizer, tmp_path):
+    """Its auxiliary layers are others too, since it has more of them."""
+    prepare.run(config(limit=4))
+    other = save_tiny(tmp_path / "other", tokenizer, num_hidden_layers=8)
+    with pytest.raises(SpectrainError, match=r"prepared with target\.fingerprint = "):
         prepare.run(config(limit=4, target=str(other)))
 
 

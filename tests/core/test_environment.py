@@ -1,0 +1,41 @@
+"""What `settle` does to the process."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import subprocess
+import sys
+
+import pytest
+
+# Pages taken anew by the second half of twenty tensors of 48 MB.
+PROGRAM = """
+import resource, sys
+from spectrain.core.environment import settle
+if sys.argv[1] == "settled":
+    settle()
+import torch
+torch.set_num_threads(1)
+counts = []
+for _ in range(20):
+    torch.zeros(12_000_000)
+    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(counts[-1] - counts[9])
+"""
+
+
+def faults(how: str, **more: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True, env=more
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that is told")
+def test_freed_memory_is_used_again_without_the_system():
+    each = 10 * 48_000_000 / resource.getpagesize()
+    assert faults("settled") < 0.1 * each
+    assert faults("as it is") > 0.9 * each
+    # Somebody who has set glibc up is left alone.
+    assert faults("settled", MALLOC_MMAP_THRESHOLD_="1000000") > 0.9 * each
