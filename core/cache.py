@@ -43,8 +43,14 @@ class KVCache:
         """Remember which position [B, n] each slot [B, n] holds (sliding windows need it)."""
         self.positions[self._row, slots] = positions
 
-    def commit(self, counts: Tensor) -> None:
-        """Keep the first counts[b] of the tokens written behind the committed ones of row b."""
+    def commit(self, counts: Tensor, path: Tensor | None = None) -> None:
+        """Keep counts[b] of the tokens written behind the committed ones of row b: the first ones,
+        or those at the places `path` [B, w] (ascending, w ≥ counts), which are moved together."""
+        if path is not None:
+            start = self.lengths[:, None]
+            source, slots = start + path, start + torch.arange(path.shape[1], device=self.device)
+            for stored in (self.positions, *(t for pair in self._layers.values() for t in pair)):
+                stored[self._row, slots] = stored[self._row, source]
         self.lengths += counts
 
     def keep_rows(self, rows: Tensor) -> None:
