@@ -359,6 +359,9 @@ def generate(
     limit: Annotated[int | None, typer.Option(help="Use only so many conversations.")] = None,
     on_bad_row: OnBadRow = None,
     draft_tokens: DraftTokens = None,
+    tree: Annotated[
+        str | None, typer.Option(metavar="chain|grown", help="Draft a chain, or grow a tree.")
+    ] = None,
     compare: Annotated[
         bool | None,
         typer.Option("--compare", help="Also decode without the head; compare speed and tokens."),
@@ -386,6 +389,7 @@ def generate(
         "limit": limit,
         "on_bad_row": on_bad_row,
         "draft_tokens": draft_tokens,
+        "tree": tree,
         "compare": compare,
         "seed": seed,
     }

@@ -74,9 +74,7 @@ def grow(
 def _rerank(levels: list[tuple[Tensor, Tensor, Tensor]], size: int) -> Tree:
     """The best `size` of all candidates, the root among them, in the order they were drafted."""
     tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
-    depths = torch.cat(
-        [torch.full_like(part, level) for level, (part, _, _) in enumerate(levels)], 1
-    )
+    depths = [torch.full_like(part, level) for level, (part, _, _) in enumerate(levels)]
     kept = _best(scores, size).sort(dim=1).values
     number = torch.arange(size, device=kept.device).expand_as(kept)
     renamed = torch.zeros_like(tokens).scatter(1, kept, number)  # candidate → node
@@ -84,7 +82,7 @@ def _rerank(levels: list[tuple[Tensor, Tensor, Tensor]], size: int) -> Tree:
     return Tree(
         tokens.gather(1, kept),
         above,
-        depths.gather(1, kept),
+        torch.cat(depths, dim=1).gather(1, kept),
         ancestors_of(above, len(levels) - 1),
         scores.gather(1, kept),
     )

@@ -26,6 +26,7 @@ from spectrain.data.tokenise import Refused, prompt_ids, require_template
 from spectrain.evaluation.race import of_generator, race, speedup, stock, summary
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Clock, Generator
+from spectrain.generator.tree import shape_for
 from spectrain.heads.base import DraftHead
 from spectrain.heads.io import load_head
 
@@ -55,6 +56,29 @@ class GenerateConfig(Config):
         description="tokens drafted per step; how many pay depends on the acceptance; default: 3, "
         "or as many as the head can",
     )
+    tree: Literal["chain", "grown"] | None = Field(
+        None,
+        description="how to draft: a chain, or a tree grown from the head's probabilities; default: "
+        "grown for a head that names a tree (EAGLE-2) unless draft_tokens is given, else chain",
+    )
+    tree_top_k: int | None = Field(
+        None,
+        ge=1,
+        description="nodes expanded at each depth of a grown tree, children of each; default: the "
+        "head's own, else 4",
+    )
+    tree_depth: int | None = Field(
+        None,
+        ge=1,
+        le=16,
+        description="levels of a grown tree; default: the head's own, else the steps it learnt",
+    )
+    tree_nodes: int | None = Field(
+        None,
+        ge=1,
+        description="best nodes over all depths, read by the target; default: the head's own, "
+        "else 16",
+    )
     temperature: float = Field(0.0, ge=0, description="0: greedy")
     top_k: int = Field(0, ge=0, description="only the k most likely tokens; 0: all")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus; 1: everything")
@@ -73,6 +97,30 @@ class GenerateConfig(Config):
             raise ValueError("--compare needs a --head to compare with plain decoding")
         return self
 
+    @model_validator(mode="after")
+    def _one_way_to_draft(self) -> GenerateConfig:
+        if self.tree == "grown" and self.draft_tokens is not None:
+            raise ValueError("--draft-tokens is of a chain, not of --tree grown")
+        given = [name for name, value in self.tree_shape.items() if value is not None]
+        if given and (self.tree == "chain" or self.draft_tokens is not None):
+            raise ValueError(f"tree_{given[0]} is of a grown tree, not of a chain")
+        if self.head is None and (given or self.tree == "grown"):
+            raise ValueError("a grown tree needs a --head")
+        return self
+
+    @property
+    def tree_shape(self) -> dict[str, int | None]:
+        """What is asked of a grown tree."""
+        return {"top_k": self.tree_top_k, "depth": self.tree_depth, "nodes": self.tree_nodes}
+
+    def drafting(self, head: DraftHead) -> dict[str, Any]:
+        """How to draft with this head: `Generator`'s draft_tokens or tree."""
+        asked = any(self.tree_shape.values())
+        default = self.draft_tokens is None and (asked or head.tree is not None)
+        if self.tree == "grown" or (self.tree is None and default):
+            return {"tree": shape_for(head, **self.tree_shape)}
+        return {"draft_tokens": self.draft_tokens or min(DRAFT_TOKENS, head.longest_draft)}
+
 
 def run(config: GenerateConfig) -> dict[str, Any]:
     """Decode and return the report; with `out` the replies are written there as JSONL."""
@@ -86,20 +134,20 @@ def run(config: GenerateConfig) -> dict[str, Any]:
     clocks: dict[str, Clock] = {}
     methods = {}
 
-    def add(name: str, own: DraftHead | None, draft_tokens: int | None) -> None:
+    def add(name: str, own: DraftHead | None, **drafting: Any) -> None:
         clocks[name] = Clock()
-        generator = Generator(target, own, draft_tokens)
+        generator = Generator(target, own, **drafting)
         methods[name] = of_generator(generator, config.max_new_tokens, sampling, clocks[name])
 
-    gamma = None
+    drafting: dict[str, Any] = {}
     if head is not None:
         head.check_target(target, str(config.head))
         head.bind(target.readout).to(target.device, target.dtype)
         pack(head)
-        gamma = config.draft_tokens or min(DRAFT_TOKENS, head.longest_draft)
-        add(head.family, head, gamma)
+        drafting = config.drafting(head)
+        add(head.family, head, **drafting)
     if head is None or config.compare:
-        add("spectrain-plain", None, None)
+        add("spectrain-plain", None)
     if config.compare and sampling.greedy and config.max_new_tokens:  # the library refuses 0
         methods["transformers"] = stock(target, config.max_new_tokens)
 
@@ -111,7 +159,9 @@ def run(config: GenerateConfig) -> dict[str, Any]:
         "prompts": len(prompts),
         "temperature": config.temperature,
         "max_new_tokens": config.max_new_tokens,
-        "draft_tokens": gamma,
+        "draft_tokens": drafting.get("draft_tokens"),
+        "tree": drafting["tree"].model_dump() if "tree" in drafting else None,
+        "rule": _rule(sampling, "tree" in drafting) if head else None,
         "methods": {
             name: summary(result["done"], result["seconds"], clocks.get(name))
             for name, result in results.items()
@@ -159,7 +209,7 @@ def render(report: dict[str, Any]) -> str:
         lines += [report["text"], ""]
     lines.append(
         f"{report['prompts']} prompts, at most {report['max_new_tokens']} new tokens, "
-        f"temperature {report['temperature']:g}, {report['draft_tokens'] or 0} drafted a step"
+        f"temperature {report['temperature']:g}, {_drafted(report)}"
     )
     lines.append(
         f"{'':<18}{'tokens':>8}{'tokens/s':>10}{'tau':>7}{'draft':>8}{'verify':>8}{'rest':>7}"
@@ -187,6 +237,19 @@ def render(report: dict[str, Any]) -> str:
         if name == "tau" or name in report["methods"]:
             lines += textwrap.wrap(f"{name}: {text}", WIDTH, subsequent_indent="  ")
     return "\n".join(lines)
+
+
+def _drafted(report: dict[str, Any]) -> str:
+    if report["tree"] is None:
+        return f"{report['draft_tokens'] or 0} drafted a step"
+    return "grown tree: top {top_k}, depth {depth}, {nodes} nodes".format(**report["tree"])
+
+
+def _rule(sampling: Sampling, tree: bool) -> str:
+    """The acceptance rule, in the words that measured numbers are named with."""
+    if sampling.greedy:
+        return "greedy"
+    return "sampling, top-k children" if tree else "sampling, drawn chain"
 
 
 def _comparison(
