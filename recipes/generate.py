@@ -58,8 +58,8 @@ class GenerateConfig(Config):
     )
     tree: Literal["chain", "grown"] | None = Field(
         None,
-        description="how to draft: a chain, or a tree grown from the head's probabilities; default: "
-        "grown for a head that names a tree (EAGLE-2) unless draft_tokens is given, else chain",
+        description="how to draft: a chain, or a tree grown from the head's probabilities; "
+        "default: grown for a head that names a tree, unless draft_tokens is given; else chain",
     )
     tree_top_k: int | None = Field(
         None,
