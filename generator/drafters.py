@@ -34,10 +34,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Accepted:
-    """count [B] drafted tokens accepted; tokens [B, d+1]: those, then the target's own.
+    """Of each row the first count+1 entries count, the rest means nothing.
 
-    path [B, d+1]: the same tokens' places in the block shifted by one (the root first, the accepted
-    after it), None: 0, 1, 2 … · what lies beyond count+1 entries means nothing
+    count [B] drafted tokens accepted · tokens [B, d+1] these, then the target's own
+    path [B, d+1] places in the block of the root and the accepted tokens; None: 0, 1, 2 …
     """
 
     count: Tensor

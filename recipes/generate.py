@@ -62,22 +62,12 @@ class GenerateConfig(Config):
         "default: grown for a head that names a tree, unless draft_tokens is given; else chain",
     )
     tree_top_k: int | None = Field(
-        None,
-        ge=1,
-        description="nodes expanded at each depth of a grown tree, children of each; default: the "
-        "head's own, else 4",
-    )
-    tree_depth: int | None = Field(
-        None,
-        ge=1,
-        le=16,
-        description="levels of a grown tree; default: the head's own, else the steps it learnt",
-    )
+        None, ge=1, description="nodes of a grown tree expanded at each depth, children of each; "
+        "default of the three: the head's own tree, else 4, the steps it learnt, 16"
+    )  # fmt: skip
+    tree_depth: int | None = Field(None, ge=1, le=16, description="levels of a grown tree")
     tree_nodes: int | None = Field(
-        None,
-        ge=1,
-        description="best nodes over all depths, read by the target; default: the head's own, "
-        "else 16",
+        None, ge=1, description="most probable nodes of a grown tree, which the target reads"
     )
     temperature: float = Field(0.0, ge=0, description="0: greedy")
     top_k: int = Field(0, ge=0, description="only the k most likely tokens; 0: all")
