@@ -23,6 +23,12 @@ Out = options.out()
 Temperature = option(float, "Sampling temperature, 0 = greedy.", default="0")
 MaxNewTokens = options.max_new_tokens("128")
 DraftTokens = options.draft_tokens("up to 3")
+Tree = option(
+    str,
+    "Draft a chain, or grow a tree.",
+    metavar="chain|grown",
+    default="grown for EAGLE-2, else chain",
+)
 Compare = option(bool, "Also decode without the head; compare speed and tokens.", "--compare")
 
 
@@ -38,6 +44,7 @@ def generate(
     limit: Limit = None,
     on_bad_row: OnBadRow = None,
     draft_tokens: DraftTokens = None,
+    tree: Tree = None,
     compare: Compare = None,
     seed: Seed = None,
     config: ConfigFile = None,

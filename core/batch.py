@@ -31,6 +31,14 @@ class Features:
     def __getitem__(self, index) -> Features:
         return Features(self.last[index], None if self.aux is None else self.aux[index])
 
+    def at(self, places: Tensor) -> Features:
+        """Other positions of each row: places [B, m]."""
+
+        def pick(rows: Tensor) -> Tensor:
+            return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))
+
+        return Features(pick(self.last), None if self.aux is None else pick(self.aux))
+
 
 @dataclass
 class Batch:

@@ -48,8 +48,12 @@ class KVCache:
                 for new in (keys, values)
             )
         for stored, new in zip(self._layers[layer], (keys, values), strict=True):
-            group = torch.arange(stored.shape[1], device=self.device)[:, None]
-            stored[self._row[..., None], group, slots[:, None]] = new.transpose(1, 2)
+            stored[self._at(stored, slots)] = new.transpose(1, 2)
+
+    def _at(self, stored: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Index of the slots [B, n] in a stored [B, G, room, d]: what is there is [B, G, n, d]."""
+        group = torch.arange(stored.shape[1], device=self.device)[:, None]
+        return self._row[..., None], group, slots[:, None]
 
     def read(self, layer: int, view: int) -> tuple[Tensor, Tensor]:
         """The first `view` slots of a layer: two views [B, G, view, d]."""
@@ -60,8 +64,15 @@ class KVCache:
         """Remember which position [B, n] each slot [B, n] holds (sliding windows need it)."""
         self.positions[self._row, slots] = positions
 
-    def commit(self, counts: Tensor) -> None:
-        """Keep the first counts[b] of the tokens written behind the committed ones of row b."""
+    def commit(self, counts: Tensor, path: Tensor | None = None) -> None:
+        """Keep counts[b] of the tokens written behind the committed ones of row b: the first ones,
+        or those at the places `path` [B, w] (ascending, w ≥ counts), which are moved together."""
+        if path is not None:
+            start = self.lengths[:, None]
+            source, slots = start + path, start + torch.arange(path.shape[1], device=self.device)
+            self.positions[self._row, slots] = self.positions[self._row, source]
+            for stored in (tensor for pair in self._layers.values() for tensor in pair):
+                stored[self._at(stored, slots)] = stored[self._at(stored, source)]
         self.lengths += counts
 
     def keep_rows(self, rows: Tensor) -> None:

@@ -51,15 +51,23 @@ class Sampling:
             logits = logits.masked_fill(drop, float("-inf"))
         return logits.softmax(-1)
 
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """Of a draft: logits [..., D] → [..., D]; when greedy those of temperature 1."""
+        return logits.float().log_softmax(-1) if self.greedy else self.warp(logits).log()
+
+    def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """The target's own token: [..., V] → [...]"""
+        return logits.argmax(-1) if self.greedy else draw(self.warp(logits), generator)
+
 
 def draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """One token per row: [B, V] → [B], by the inverse of the cumulated probabilities.
+    """One token per row: [..., V] → [...], by the inverse of the cumulated probabilities.
 
     One uniform number per row; torch.multinomial draws one per entry, which takes 20 times as long
     at 50,000 entries. Float64, so that rare tokens keep their share.
     """
     cumulated = probabilities.cumsum(-1, dtype=torch.float64)
-    total = cumulated[:, -1:]
+    total = cumulated[..., -1:]
     uniform = torch.rand(total.shape, dtype=torch.float64, device=total.device, generator=generator)
     # The first entry above u: never one of probability 0, which adds nothing.
     place = torch.searchsorted(cumulated, uniform * total, right=True)

@@ -2,8 +2,8 @@
 
 Row b has read x[0 … t] (cache and features) and knows x[t+1], the token the target chose last::
 
-    draft    γ guesses for x[t+2 …] from the head
-    verify   the target reads [x[t+1], guesses] behind the prefix, one forward of γ+1 tokens
+    draft    guesses for x[t+2 …] from the head: a chain of γ or a tree (generator/drafters.py)
+    verify   the target reads [x[t+1], guesses] behind the prefix, in one forward
     accept   m guesses and one token of the target's own
     commit   m+1 cache slots stay, the rest is overwritten by the next step; nothing is re-run
     extend   the head reads the m+1 new positions with the target's features
@@ -24,9 +24,10 @@ from torch import Tensor
 
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
-from spectrain.generator import verify
-from spectrain.generator.sampling import Sampling, draw
+from spectrain.generator.drafters import Chain, Grown
+from spectrain.generator.sampling import Sampling
 from spectrain.heads.base import DraftHead
+from spectrain.heads.tree import TreeDefaults
 
 # The cache is looked at in views of whole multiples of this, so that shapes repeat.
 _VIEW = 64
@@ -100,12 +101,20 @@ class Generator:
     """A target, perhaps with a head in front of it."""
 
     def __init__(
-        self, target: Target, head: DraftHead | None = None, draft_tokens: int | None = None
+        self,
+        target: Target,
+        head: DraftHead | None = None,
+        draft_tokens: int | None = None,
+        tree: TreeDefaults | None = None,
     ) -> None:
-        """draft_tokens γ: guesses per step, by default the steps the head was trained for."""
-        if head is None and draft_tokens:
-            raise SpectrainError("draft tokens without a head", fix="give --head or leave it out")
-        if head is not None:
+        """draft_tokens γ: a chain of so many guesses, by default the steps the head was trained
+        for; tree: grow one of this shape instead (`generator.tree.shape_for`)."""
+        if head is None and (draft_tokens or tree):
+            what = "a tree" if tree else "draft tokens"
+            raise SpectrainError(f"{what} without a head", fix="give --head or leave it out")
+        if tree and draft_tokens is not None:
+            raise SpectrainError("draft tokens are of a chain, not of a tree", fix="give only one")
+        if head is not None and tree is None:
             draft_tokens = head.config.steps if draft_tokens is None else draft_tokens
             if not 1 <= draft_tokens <= head.longest_draft:
                 raise SpectrainError(
@@ -114,7 +123,8 @@ class Generator:
                     where="--draft-tokens",
                 )
         self.target, self.head = target, head
-        self.gamma = draft_tokens or 0
+        self.drafter = Grown(head, tree) if tree else Chain(head, draft_tokens or 0)
+        self.gamma = self.drafter.depth  # most drafts that one step can accept
         self.clock = Clock()
 
     @torch.inference_mode()
@@ -130,7 +140,7 @@ class Generator:
         results = [Completion(finish="" if limit > 0 else "length") for limit in limits]
         if not any(limit > 0 for limit in limits):
             return results
-        target, head, gamma = self.target, self.head, self.gamma
+        target, head, drafter = self.target, self.head, self.drafter
         device, stops = target.device, target.stop_ids
         aux_layers = head.needs.aux_layers if head else ()
         random = torch.Generator(device).manual_seed(sampling.seed)
@@ -139,8 +149,9 @@ class Generator:
         # Prefill: right-padded rows; what is written beyond a row's length is never seen.
         started = time.perf_counter()
         lengths = [len(prompt) for prompt in prompts]
-        # A row may end with γ tokens too many, and goes on writing γ+1 slots while others live.
-        slots = max(map(sum, zip(lengths, limits, strict=True))) + 2 * gamma + 1
+        # A row may end with γ tokens too many, and goes on writing blocks while others live.
+        spare = drafter.depth + max(drafter.width, drafter.room)
+        slots = max(map(sum, zip(lengths, limits, strict=True))) + spare
         tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
         counts = torch.tensor(lengths, device=device)
         cache = target.new_cache(len(prompts), slots)
@@ -149,7 +160,7 @@ class Generator:
         at_end = features.last.gather(
             1, (counts - 1)[:, None, None].expand(-1, 1, features.last.shape[-1])
         )
-        current = _choose(target.logits(at_end.squeeze(1)), sampling, random)  # [B] x[t+1]
+        current = sampling.choose(target.logits(at_end.squeeze(1)), random)  # [B] x[t+1]
         guess = state = None
         if head:
             state = head.start(len(prompts), slots)
@@ -162,72 +173,49 @@ class Generator:
                 results[row].take([token], stops, limits[row])
         clock.prefill = time.perf_counter() - started
 
+        def expand(tokens: Tensor, parents: Tensor) -> Tensor:
+            with clock.time("draft"):
+                return head.expand(state, tokens, parents)
+
         started = time.perf_counter()
         while any(not results[row].finish for row in rows):
             if head is None and len(rows) > 1:
                 rows, current = self._drop_finished(rows, results, current, cache)
             live = [not results[row].finish for row in rows]
-            view = _view(max(lengths[row] for row in rows) + gamma + 1, cache.slots)
+            longest = max(lengths[row] for row in rows)
 
-            drafts, q = self._draft(state, guess, sampling, random, current)
-            block = torch.cat([current[:, None], drafts], dim=1)  # [B, γ+1]
+            block = drafter.draft(guess, current, expand, sampling, random)
             with clock.time("verify"):
-                features = target.forward(block, cache=cache, aux_layers=aux_layers, view=view)
+                features = target.forward(
+                    block.tokens,
+                    cache=cache,
+                    aux_layers=aux_layers,
+                    view=_view(longest + drafter.width, cache.slots),
+                    depths=block.depths,
+                    ancestors=block.ancestors,
+                )
                 logits = target.logits(features.last)
-
-            if sampling.greedy:
-                accepted, current = verify.greedy(logits, drafts)
-            else:
-                accepted, current = verify.sampling(sampling.warp(logits), q, drafts, random)
-            kept = torch.tensor(live, device=device).long() * (accepted + 1)
-            cache.commit(kept)
-            # The step's one transfer to the host: drafts, the target's token, accepted counts.
-            report = torch.cat([drafts, current[:, None], accepted[:, None]], dim=1).tolist()
-            for row, alive, (*guesses, own, count) in zip(rows, live, report, strict=True):
+            accepted = drafter.accept(logits, block, sampling, random)
+            current, path = accepted.own, accepted.path
+            kept = torch.tensor(live, device=device).long() * (accepted.count + 1)
+            cache.commit(kept, path)
+            # The step's one transfer to the host: committed tokens and how many were accepted.
+            report = torch.cat([accepted.tokens, accepted.count[:, None]], dim=1).tolist()
+            for row, alive, (*committed, count) in zip(rows, live, report, strict=True):
                 if alive:
                     result = results[row]
                     result.forwards += 1
-                    added = result.take([*guesses[:count], own], stops, limits[row])
+                    added = result.take(committed[: count + 1], stops, limits[row])
                     result.runs[min(count, added)] += 1
                     lengths[row] += count + 1
             clock.steps += 1
             if head and any(not results[row].finish for row in rows):
-                read = torch.cat([drafts, current[:, None]], dim=1)
-                read.scatter_(1, accepted[:, None], current[:, None])
-                view = _view(max(lengths[row] for row in rows) + 2 * gamma + 1, cache.slots)
+                read = features if path is None else features.at(path)
+                view = _view(max(lengths[row] for row in rows) + spare, cache.slots)
                 with clock.time("draft"):
-                    guess = head.extend(state, read, features, kept, view)
+                    guess = head.extend(state, accepted.tokens, read, kept, view)
         clock.total = time.perf_counter() - started
         return results
-
-    def _draft(
-        self,
-        state: object,
-        guess: Tensor | None,
-        sampling: Sampling,
-        random: torch.Generator,
-        current: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        """γ guesses [B, γ] as target ids and, when sampling, their distributions [B, γ, V]."""
-        if self.head is None:
-            q = None
-            if not sampling.greedy:
-                q = torch.zeros(len(current), 0, self.target.vocab_size, device=current.device)
-            return current.new_empty(len(current), 0), q
-        parents = torch.zeros(len(current), 1, dtype=torch.int64, device=current.device)
-        drafts, distributions = [], []
-        for depth in range(self.gamma):
-            if depth:
-                with self.clock.time("draft"):
-                    guess = self.head.expand(state, drafts[-1][:, None], parents)[:, 0]
-            if sampling.greedy:
-                choice = guess.argmax(-1)
-            else:
-                probabilities = sampling.warp(guess)
-                choice = draw(probabilities, random)
-                distributions.append(self.head.spread(probabilities))
-            drafts.append(self.head.to_target(choice))
-        return torch.stack(drafts, dim=1), torch.stack(distributions, 1) if distributions else None
 
     def _limits(self, prompts: list[Tensor], max_new_tokens: int) -> list[int]:
         """New tokens each prompt may get: the wish, or what is left of the target's context."""
@@ -256,11 +244,6 @@ class Generator:
         index = torch.tensor(keep, device=current.device)
         cache.keep_rows(index)
         return [rows[i] for i in keep], current[index]
-
-
-def _choose(logits: Tensor, sampling: Sampling, random: torch.Generator) -> Tensor:
-    """The target's own next token: [B, V] → [B]."""
-    return logits.argmax(-1) if sampling.greedy else draw(sampling.warp(logits), random)
 
 
 def _view(needed: int, slots: int) -> int:

@@ -1,9 +1,8 @@
 """EAGLE-2 (arXiv 2406.16858): weights and training of EAGLE-1, and a tree grown at run time.
 
 The paper changes drafting alone: the tree is not fixed but grown from the draft's own confidences.
-What this family adds is the published shape of the tree in its config (`head.tree`), for a
-generator that grows trees. The generator here drafts chains so far, of this family as of every
-other; `expand` takes whole levels of a tree already.
+What this family adds is the published shape of the tree in its config (`head.tree`): the generator
+grows that tree unless it is told otherwise (generator/tree.py). It can do so with any other family.
 """
 
 from __future__ import annotations

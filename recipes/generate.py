@@ -27,6 +27,7 @@ from spectrain.evaluation.bootstrap import FEWEST
 from spectrain.evaluation.race import of_generator, race, speedup, stock, summary
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Clock, Generator
+from spectrain.generator.tree import shape_for
 from spectrain.heads.base import DraftHead
 from spectrain.heads.io import load_head
 
@@ -56,6 +57,19 @@ class GenerateConfig(Config):
         description="tokens drafted per step; how many pay depends on the acceptance; default: 3, "
         "or as many as the head can",
     )
+    tree: Literal["chain", "grown"] | None = Field(
+        None,
+        description="how to draft: a chain, or a tree grown from the head's probabilities; "
+        "default: grown for a head that names a tree, unless draft_tokens is given; else chain",
+    )
+    tree_top_k: int | None = Field(
+        None, ge=1, description="nodes of a grown tree expanded at each depth, children of each; "
+        "default of the three: the head's own tree, else 4, the steps it learnt, 16"
+    )  # fmt: skip
+    tree_depth: int | None = Field(None, ge=1, le=16, description="levels of a grown tree")
+    tree_nodes: int | None = Field(
+        None, ge=1, description="most probable nodes of a grown tree, which the target reads"
+    )
     temperature: float = Field(0.0, ge=0, description="0: greedy")
     top_k: int = Field(0, ge=0, description="only the k most likely tokens; 0: all")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus; 1: everything")
@@ -74,6 +88,30 @@ class GenerateConfig(Config):
             raise ValueError("--compare needs a --head to compare with plain decoding")
         return self
 
+    @model_validator(mode="after")
+    def _one_way_to_draft(self) -> GenerateConfig:
+        if self.tree == "grown" and self.draft_tokens is not None:
+            raise ValueError("--draft-tokens is of a chain, not of --tree grown")
+        given = [name for name, value in self.tree_shape.items() if value is not None]
+        if given and (self.tree == "chain" or self.draft_tokens is not None):
+            raise ValueError(f"tree_{given[0]} is of a grown tree, not of a chain")
+        if self.head is None and (given or self.tree == "grown"):
+            raise ValueError("a grown tree needs a --head")
+        return self
+
+    @property
+    def tree_shape(self) -> dict[str, int | None]:
+        """What is asked of a grown tree."""
+        return {"top_k": self.tree_top_k, "depth": self.tree_depth, "nodes": self.tree_nodes}
+
+    def drafting(self, head: DraftHead) -> dict[str, Any]:
+        """How to draft with this head: `Generator`'s draft_tokens or tree."""
+        asked = any(self.tree_shape.values())
+        default = self.draft_tokens is None and (asked or head.tree is not None)
+        if self.tree == "grown" or (self.tree is None and default):
+            return {"tree": shape_for(head, **self.tree_shape)}
+        return {"draft_tokens": self.draft_tokens or min(DRAFT_TOKENS, head.longest_draft)}
+
 
 def run(config: GenerateConfig) -> dict[str, Any]:
     """Decode and return the report; with `out` the replies are written there as JSONL."""
@@ -87,20 +125,20 @@ def run(config: GenerateConfig) -> dict[str, Any]:
     clocks: dict[str, Clock] = {}
     methods = {}
 
-    def add(name: str, own: DraftHead | None, draft_tokens: int | None) -> None:
+    def add(name: str, own: DraftHead | None, **drafting: Any) -> None:
         clocks[name] = Clock()
-        generator = Generator(target, own, draft_tokens)
+        generator = Generator(target, own, **drafting)
         methods[name] = of_generator(generator, config.max_new_tokens, sampling, clocks[name])
 
-    gamma = None
+    drafting: dict[str, Any] = {}
     if head is not None:
         head.check_target(target, str(config.head))
         head.bind(target.readout).to(target.device, target.dtype)
         pack(head)
-        gamma = config.draft_tokens or min(DRAFT_TOKENS, head.longest_draft)
-        add(head.family, head, gamma)
+        drafting = config.drafting(head)
+        add(head.family, head, **drafting)
     if head is None or config.compare:
-        add("spectrain-plain", None, None)
+        add("spectrain-plain", None)
     if config.compare and sampling.greedy and config.max_new_tokens:  # the library refuses 0
         methods["transformers"] = stock(target, config.max_new_tokens)
 
@@ -112,7 +150,9 @@ def run(config: GenerateConfig) -> dict[str, Any]:
         "prompts": len(prompts),
         "temperature": config.temperature,
         "max_new_tokens": config.max_new_tokens,
-        "draft_tokens": gamma,
+        "draft_tokens": drafting.get("draft_tokens"),
+        "tree": drafting["tree"].model_dump() if "tree" in drafting else None,
+        "rule": _rule(sampling, "tree" in drafting) if head else None,
         "methods": {
             name: summary(result["done"], result["seconds"], clocks.get(name))
             for name, result in results.items()
@@ -160,7 +200,7 @@ def render(report: dict[str, Any]) -> str:
         lines += [report["text"], ""]
     lines.append(
         f"{report['prompts']} prompts, at most {report['max_new_tokens']} new tokens, "
-        f"temperature {report['temperature']:g}, {report['draft_tokens'] or 0} drafted a step"
+        f"temperature {report['temperature']:g}, {_drafted(report)}"
     )
     lines.append(
         f"{'':<18}{'tokens':>8}{'tokens/s':>10}{'tau':>7}{'draft':>8}{'verify':>8}{'rest':>7}"
@@ -188,6 +228,19 @@ def render(report: dict[str, Any]) -> str:
         if name == "tau" or name in report["methods"]:
             lines += textwrap.wrap(f"{name}: {text}", WIDTH, subsequent_indent="  ")
     return "\n".join(lines)
+
+
+def _drafted(report: dict[str, Any]) -> str:
+    if report["tree"] is None:
+        return f"{report['draft_tokens'] or 0} drafted a step"
+    return "grown tree: top {top_k}, depth {depth}, {nodes} nodes".format(**report["tree"])
+
+
+def _rule(sampling: Sampling, tree: bool) -> str:
+    """The acceptance rule, in the words that measured numbers are named with."""
+    if sampling.greedy:
+        return "greedy"
+    return "sampling, top-k children" if tree else "sampling, drawn chain"
 
 
 def _comparison(

@@ -13,6 +13,7 @@ from spectrain.trainer.settings import TrunkSettings
 @pytest.fixture
 def asked(monkeypatch):
     """asked(*arguments) → the settings that `train-medusa` would train with."""
+
     def ask(*arguments):
         seen = []
         monkeypatch.setattr(train, "run", lambda config: seen.append(config) or {"done": True})

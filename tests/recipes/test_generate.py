@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from head_kinds import create
 from preparing import prompt, talk, write
 from tiny_models import make_head, save_tiny
 
@@ -126,12 +127,49 @@ def test_hardly_any_tokens(flags, tmp_path, new):
         ({"prompts": "nowhere.jsonl"}, "no such file"),
         ({"temperature": -1.0}, "temperature"),
         ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"head": "x", "tree": "grown", "draft_tokens": 3}, "--draft-tokens is of a chain"),
+        ({"head": "x", "tree": "chain", "tree_depth": 3}, "tree_depth is of a grown tree"),
+        ({"head": "x", "draft_tokens": 2, "tree_top_k": 3}, "tree_top_k is of a grown tree"),
+        ({"tree": "grown"}, "a grown tree needs a --head"),
+        ({"tree_nodes": 3}, "a grown tree needs a --head"),
+        ({"tree": "oak"}, "tree"),
     ],
 )
 def test_refusals(flags, changes, words):
     with pytest.raises(SpectrainError, match=words) as caught:
         generate(flags, **changes)
     assert "\n" not in str(caught.value)
+
+
+def test_how_it_drafts_is_decided_and_told(flags, tiny, tmp_path):
+    """A head that names a tree grows it, any other when asked; the same ids all the while."""
+    save_head(create(tiny, "eagle2", draft_vocab_size=120), tmp_path / "eagle2")
+    own = {"top_k": 10, "depth": 6, "nodes": 60}
+    small = {"top_k": 2, "depth": 3, "nodes": 6}
+    asked = {f"tree_{name}": value for name, value in small.items()}
+    for head, changes, tree, drafted, shown in (
+        ("eagle2", {}, own, None, "grown tree: top 10, depth 6, 60 nodes"),
+        ("eagle2", {"draft_tokens": 2}, None, 2, "2 drafted a step"),
+        ("eagle2", {"tree": "chain"}, None, 3, "3 drafted a step"),
+        ("eagle2", {"tree_depth": 2}, own | {"depth": 2}, None, "depth 2, 60 nodes"),
+        ("head", {}, None, 3, "3 drafted a step"),
+        ("head", {"tree": "grown"}, {"top_k": 4, "depth": 4, "nodes": 16}, None, "top 4, depth 4"),
+        ("head", asked, small, None, "top 2, depth 3, 6 nodes"),
+    ):
+        report = generate(flags, head=str(tmp_path / head), compare=True, **changes)
+        assert (report["tree"], report["draft_tokens"]) == (tree, drafted)
+        assert report["rule"] == "greedy"
+        assert set(report["identical"].values()) == {3}
+        assert shown in render(report)
+    report = generate(flags, head=str(tmp_path / "eagle2"), temperature=0.8)
+    assert report["rule"] == "sampling, top-k children"
+    report = generate(flags, head=str(tmp_path / "head"), temperature=0.8)
+    assert report["rule"] == "sampling, drawn chain"
+
+
+def test_a_tree_larger_than_is_drafted_is_refused(flags, tmp_path):
+    with pytest.raises(SpectrainError, match="tree_nodes: 9 is more than 6, all that is drafted"):
+        generate(flags, head=str(tmp_path / "head"), tree_top_k=2, tree_depth=2, tree_nodes=9)
 
 
 def test_too_long_a_draft_names_both_numbers(flags, tmp_path):
