@@ -37,6 +37,7 @@ IN_WORDS = {
     ("generate", "limit"): (None, "all"),
     ("compare", "families"): (None, "all"),
     ("generate", "draft_tokens"): (None, f"up to {generate.DRAFT_TOKENS}"),
+    ("generate", "tree"): (None, "grown for EAGLE-2, else chain"),
     ("eval-alpha", "max_draft"): (None, f"up to {evaluate.MAX_DRAFT}"),
     **{
         (name, "steps"): (None, f"{DEFAULT_EPOCHS:g} epochs")

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-# Pages taken anew by the second half of twenty tensors of 48 MB.
+# Pages taken anew by the second half of twenty rounds of four tensors of 24 MB.
 PROGRAM = """
 import resource, sys
 from spectrain.core.environment import settle
@@ -19,7 +19,8 @@ import torch
 torch.set_num_threads(1)
 counts = []
 for _ in range(20):
-    torch.zeros(12_000_000)
+    four = [torch.empty(6_000_000).fill_(1) for _ in range(4)]
+    del four
     counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 print(counts[-1] - counts[9])
 """
@@ -34,7 +35,7 @@ def faults(how: str, **more: str) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that is told")
 def test_freed_memory_is_used_again_without_the_system():
-    each = 10 * 48_000_000 / resource.getpagesize()
+    each = 10 * 4 * 24_000_000 / resource.getpagesize()
     assert faults("settled") < 0.1 * each
     assert faults("as it is") > 0.9 * each
     # Somebody who has set glibc up is left alone.
