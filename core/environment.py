@@ -26,7 +26,7 @@ DEFAULTS = {
 }
 
 # mallopt(3): blocks up to this size (the most it takes) come from the heap, and so much of it may
-# lie idle at its end. Larger blocks go back to the system at once, or the heap would fall to pieces.
+# lie idle at its end. Larger ones go back to the system at once, or the heap would fall to pieces.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_BLOCK, _IDLE = 32 << 20, 512 << 20
 
