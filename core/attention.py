@@ -80,7 +80,7 @@ def grouped_attention(
     if softcap is None and not _by_products(folded):
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=wide, scale=scale)
     else:
-        scores = folded @ key.transpose(2, 3) * scale
+        scores = (folded * scale) @ key.transpose(2, 3)  # scaled first: float16 overflows else
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         weights = scores.masked_fill(~wide, float("-inf")).softmax(-1, dtype=torch.float32)

@@ -32,6 +32,13 @@ class Target:
         self.name = name
         self.config = model.config.get_text_config(decoder=True)
         self.decoder = model.get_decoder()
+        if not hasattr(self.decoder, "layers"):
+            raise SpectrainError(
+                f"the architecture {type(model).__name__} is not supported: its decoder does not "
+                "name its layers as Llama's family does",
+                where=name,
+                fix="use a model of the families in the README",
+            )
         self.num_layers = len(self.decoder.layers)
         self.hidden_size = self.config.hidden_size
         self.device, self.dtype = model.device, model.dtype
@@ -114,7 +121,8 @@ class Target:
         try:
             last = self.decoder(
                 input_ids=tokens,
-                position_ids=plan.positions,
+                # Drafts beyond the longest position are read, too, and never accepted.
+                position_ids=plan.positions.clamp(max=self.max_length - 1),
                 # Four-dimensional, so that the library takes it as it is and builds no mask.
                 attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
                 use_cache=False,

@@ -35,7 +35,7 @@ def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     longest = report["draft_tokens"]
     header = ["head", "params", "trained", "tokens", "train s", "B/token"]
     header += [f"α{k + 1}" for k in range(longest)]
-    header += [f"τ, γ = {longest}", f"speed, γ = {report['race_draft_tokens']}"]
+    header += [f"τ, γ = {longest}", f"speed, {raced(report)}"]
     cells = []
     for name, entry in sorted(entries.items(), key=lambda pair: -pair[1]["tau"][-1]["value"]):
         alphas = [_plain(p["conditional"], 2) for p in entry["positions"]]
@@ -58,6 +58,12 @@ def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, cells
 
 
+def raced(report: Mapping[str, Any]) -> str:
+    """The lengths of draft in the race: as asked for, or as a head could."""
+    found = {report["race"]["methods"][name]["draft_tokens"] for name in report["entries"]}
+    return f"γ {'=' if len(found) == 1 else '≤'} {max(found)}"
+
+
 def markdown(report: Mapping[str, Any]) -> str:
     """The table for a README, and the sentence that says what was done."""
     header, cells = rows(report)
@@ -69,10 +75,13 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def headline(report: Mapping[str, Any]) -> str:
+    prompts, methods = report["race"]["prompts"], report["race"]["methods"]
+    odd = [f"{n} {m['identical']}" for n, m in methods.items() if m["identical"] < prompts]
+    same = f"but for {', '.join(odd)} of {prompts}" if odd else "by every head on all of them"
     return (
         f"{report['target']}, {report['store_tokens'] or 0:,} reply tokens in the store, "
-        f"{report['heldout_conversations']} held-out conversations, race over "
-        f"{report['race']['prompts']} held-out prompts"
+        f"{report['heldout_conversations']} held-out conversations, race over {prompts} held-out "
+        f"prompts, plain decoding's tokens {same}"
     )
 
 
@@ -143,7 +152,7 @@ def draw(report: Mapping[str, Any]) -> bytes:
     right.set_yticks(range(len(entries)), [name for name, _ in reversed(entries)])
     _finish(left, "Conditional acceptance", "draft position")
     _finish(middle, "Tokens per target forward", "draft length γ")
-    _finish(right, "Speed over spectrain-plain", f"×, γ = {report['race_draft_tokens']}")
+    _finish(right, "Speed over spectrain-plain", f"×, {raced(report)}")
     for axes in (left, middle):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.legend(frameon=False, fontsize=8)

@@ -43,7 +43,10 @@ class _Growing:
         self._values.append(values)
 
     def read(self, _layer: int, _view: int) -> tuple[Tensor, Tensor]:
-        return torch.cat(self._keys, dim=1), torch.cat(self._values, dim=1)
+        """Two of [B, G, keys so far, d], as of a KVCache."""
+        return tuple(
+            torch.cat(parts, dim=1).transpose(1, 2) for parts in (self._keys, self._values)
+        )
 
 
 @dataclass

@@ -231,12 +231,12 @@ def _race(
 ) -> dict[str, Any]:
     """Greedy decoding of the same prompts by every head and by two baselines, in turn."""
     clocks: dict[str, Clock] = {}
-    methods = {}
+    methods, gammas = {}, {}
     for name, (target, head) in {**drafters, "spectrain-plain": (original, None)}.items():
         if head is not None:
             pack(head)
         gamma = head and min(config.race_draft_tokens, head.longest_draft)
-        clocks[name] = Clock()
+        clocks[name], gammas[name] = Clock(), gamma
         generator = Generator(target, head, gamma)
         methods[name] = of_generator(generator, config.max_new_tokens, Sampling(), clocks[name])
     methods["transformers"] = stock(original, config.max_new_tokens)
@@ -246,15 +246,13 @@ def _race(
         own = summary(result["done"], result["seconds"], clocks.get(name))
         for baseline in ("spectrain-plain", "transformers"):
             own[f"speedup over {baseline}"] = speedup(result, results[baseline], config.seed)
-        untuned = name not in drafters or drafters[name][0] is original
-        own["identical"] = (
-            sum(
-                a.tokens == b.tokens
-                for a, b in zip(result["done"], results["transformers"]["done"], strict=True)
-            )
-            if untuned
-            else None  # its own target says other things
-        )
+        own["draft_tokens"] = gammas.get(name)
+        wanted = results["transformers"]["done"]
+        if name in drafters and drafters[name][0] is not original:
+            plain = Generator(drafters[name][0])  # a tuned target says other things
+            wanted = [plain.generate([prompt], config.max_new_tokens)[0] for prompt in prompts]
+        pairs = zip(result["done"], wanted, strict=True)
+        own["identical"] = sum(a.tokens == b.tokens for a, b in pairs)
         report[name] = own
     return {"prompts": len(prompts), "methods": report}
 

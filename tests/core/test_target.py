@@ -169,6 +169,15 @@ def test_two_layers_are_too_few(tiny, monkeypatch):
         tiny.default_aux_layers()
 
 
+def test_an_architecture_without_named_layers_is_one_line(tmp_path, tokenizer):
+    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=400)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(SpectrainError, match="GPT2LMHeadModel is not supported") as caught:
+        Target.load(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
 def test_unknown_target_is_one_line(tmp_path):
     with pytest.raises(SpectrainError) as caught:
         Target.load(str(tmp_path / "nowhere"))

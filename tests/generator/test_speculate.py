@@ -9,16 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from head_kinds import KINDS
 from scipy.stats import chisquare
-from tiny_models import make_head
-from transformers import AutoModelForCausalLM
+from tiny_models import SIZES, make_head
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from spectrain.core.errors import SpectrainError
+from spectrain.core.target import Target
 from spectrain.generator import verify
 from spectrain.generator.decode import complete
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Clock, Generator
 from spectrain.heads.base import Needs
+from spectrain.heads.tree import TreeDefaults
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +154,22 @@ def test_context_limit(tiny, stock):
         Generator(tiny).generate([full[:0]], 5)
     with pytest.raises(SpectrainError, match="negative"):
         Generator(tiny).generate([near], -1)
+
+
+@pytest.mark.parametrize("tree", [None, TreeDefaults(top_k=2, depth=3, nodes=6)])
+def test_drafts_beyond_a_table_of_positions(tmp_path, tokenizer, tree):
+    """CASE 42 where positions are learned: a block may reach beyond the last one, no reply does."""
+    sizes = {**SIZES, "max_position_embeddings": 64, "ffn_dim": 64, "word_embed_proj_dim": 48}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **sizes)).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    target = Target.load(str(tmp_path), pack_weights=False)
+    head = KINDS["medusa"](target, None).eval()
+    prompts = [torch.randint(3, 380, (n,)) for n in (50, 63)]
+    got = Generator(target, head, tree=tree).generate(prompts, 20)
+    assert [len(c.tokens) for c in got] == [14, 1]
+    assert [c.tokens for c in got] == [plain(model, p, 64 - len(p)) for p in prompts]
 
 
 @pytest.mark.parametrize("head", [True, False])

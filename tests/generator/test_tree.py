@@ -76,7 +76,8 @@ def slow_growth(logits_of, shape, sampling) -> list[tuple[tuple[int, ...], float
     for _ in range(shape.depth):
         children = []
         for path, score in frontier:
-            log_q = sampling.log_probabilities(logits_of(path)).tolist()
+            # Greedy drafting ranks by temperature 1.
+            log_q = (logits_of(path) / (sampling.temperature or 1)).log_softmax(-1).tolist()
             best = sorted(range(len(log_q)), key=lambda i: -log_q[i])[: shape.top_k]
             children += [((*path, int(to_target(i))), score + log_q[i]) for i in best]
         drafted += children

@@ -87,8 +87,13 @@ def test_shipped_recipe_runs(name, tiny_path, tmp_path):
     flags = common | trained | {"prompts": str(prompts), "limit": 2, "max_new_tokens": 10}
     flags |= {"compare": True}
     written = generate.run(load_config(generate.GenerateConfig, "generate", name, flags=flags))
+    assert (written["tree"] is not None) == (train_of(name).family == "eagle2")
     # float32 and greedy: the same ids as the library's own decoding
     assert written["identical"]["transformers"] == 2
+
+
+def train_of(name: str) -> train.TrainConfig:
+    return load_config(train.TrainConfig, "train", name)
 
 
 COMPARED = [name for name in shipped_configs() if "compare" in sections(name)]
@@ -124,7 +129,7 @@ def test_the_comparison_has_every_family():
 
 
 def test_every_family_has_a_recipe_for_the_embedded_target_and_for_a_large_one():
-    trained = {name: load_config(train.TrainConfig, "train", name) for name in TRAINED}
+    trained = {name: train_of(name) for name in TRAINED}
     for ending, target in (("-smollm2", "smollm2-135m"), ("-8b", "meta-llama/")):
         own = [c for name, c in trained.items() if name.endswith(ending)]
         assert {config.family for config in own} == set(FAMILIES)

@@ -47,6 +47,28 @@ def test_one_batch_of_eight_is_four_of_two_and_eight_of_one(make_head, make_data
         assert largest_gap(whole, other) < 1e-3
 
 
+def test_every_step_has_a_seed_of_its_own_and_its_share_of_the_run(
+    make_head, make_data, fit, tmp_path, monkeypatch
+):
+    """What noise and λ(progress) hang on; and the same again when the run is repeated."""
+    told = []
+    for name in ("one", "two"):
+        head, seen = make_head(), []
+        weights = head.weights
+        monkeypatch.setattr(
+            head,
+            "weights",
+            lambda progress, seen=seen, weights=weights: (
+                seen.append((progress, torch.initial_seed())) or weights(progress)
+            ),
+        )
+        fit(head, make_data(), tmp_path / name, steps=4, batch_size=4)
+        told.append(seen)
+    assert [progress for progress, _ in told[0]] == [0, 0.25, 0.5, 0.75]
+    assert len({seed for _, seed in told[0]}) == 4
+    assert told[0] == told[1]
+
+
 def test_padding_changes_nothing(make_head, make_data, fit, tmp_path):  # case 22
     _, tight = fit(make_head(), make_data(), tmp_path / "tight")
     _, wide = fit(make_head(), make_data(padding=9), tmp_path / "wide")
