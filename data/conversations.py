@@ -131,7 +131,8 @@ def _parse(line: bytes, texts: bool) -> dict:
     except RecursionError:
         raise ValueError("not valid JSON (nested too deeply)") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from None
+        what = error.msg.removesuffix(" at")  # some of its messages end with it
+        raise ValueError(f"not valid JSON ({what} at column {error.colno})") from None
     if isinstance(row, dict) and row.get("messages") is None and "text" in row:
         return _parse_text(row, texts)
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):

@@ -10,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from spectrain.evaluation.bootstrap import FEWEST
+
 COLOURS = ("#2563a8", "#d9742b", "#3a8f5c", "#8a5aa8", "#b03a48", "#5d6770")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 
@@ -35,9 +37,8 @@ def draw(report: Mapping[str, Any]) -> bytes:
     _finish(right, "Tokens per target forward", "draft length γ", "τ, own token included")
     right.set_ylim(bottom=1)
     figure.suptitle(f"{report['head']} on {report['split']} rows", fontsize=11, color="#333333")
-    figure.text(
-        0.995, 0.005, "95 % bootstrap over conversations", ha="right", fontsize=7, color="#777777"
-    )
+    note = f"bars: 95 % bootstrap over conversations, none from fewer than {FEWEST}"
+    figure.text(0.995, 0.005, note, ha="right", fontsize=7, color="#777777")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
