@@ -45,6 +45,11 @@ class Target:
         self.readout = Readout.of(model, self.config, tokenizer)
         self.vocab_size = self.readout.vocab_size
         self.max_length = int(self.config.max_position_embeddings)
+        # Drafts may reach beyond a table of learned positions; they are read and never accepted.
+        table = self.decoder.get_input_embeddings()
+        modules = self.decoder.modules()
+        learned = any(isinstance(m, nn.Embedding) and m is not table for m in modules)
+        self._last_position = self.max_length - 1 if learned else None
         self.stop_ids = _stop_ids(model, tokenizer)
         self.fingerprint = fingerprint or fingerprint_of(model, tokenizer)
 
@@ -121,8 +126,7 @@ class Target:
         try:
             last = self.decoder(
                 input_ids=tokens,
-                # Drafts beyond the longest position are read, too, and never accepted.
-                position_ids=plan.positions.clamp(max=self.max_length - 1),
+                position_ids=self._within_table(plan.positions),
                 # Four-dimensional, so that the library takes it as it is and builds no mask.
                 attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
                 use_cache=False,
@@ -133,6 +137,11 @@ class Target:
                 hook.remove()
         aux = torch.cat([kept[layer] for layer in aux_layers], dim=-1) if aux_layers else None
         return Features(last, aux)
+
+    def _within_table(self, positions: Tensor) -> Tensor:
+        if self._last_position is None:
+            return positions
+        return positions.clamp(max=self._last_position)
 
     def logits(self, last: Tensor) -> Tensor:
         """[..., H] → [..., V], equal to the stock model's logits."""
