@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import resource
-import subprocess
-import sys
+from types import SimpleNamespace
 
 import pytest
 
-# Pages taken anew by the second half of twenty rounds of four tensors of 24 MB.
-PROGRAM = """
-import resource
-from spectrain.core.environment import settle
-settle()
-import torch
-torch.set_num_threads(1)
-counts = []
-for _ in range(20):
-    four = [torch.empty(6_000_000).fill_(1) for _ in range(4)]
-    del four
-    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-print(counts[-1] - counts[9])
-"""
+from spectrain.core import environment
 
 
-def faults(**more: str) -> int:
-    own = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=own | more)
-    return int(done.stdout)
+@pytest.fixture
+def told(monkeypatch):
+    """What glibc is told; the process itself is left as it is."""
+    calls: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda what, value: calls.append((what, value)))
+    monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: library)
+    for name in [name for name in environment.os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    return calls
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that is told")
-def test_freed_memory_is_used_again_without_the_system():
-    each = 10 * 4 * 24_000_000 / resource.getpagesize()
-    assert faults() < 0.1 * each
-    # Somebody who has set glibc up is left alone: here with every block straight from the system.
-    assert faults(MALLOC_MMAP_THRESHOLD_="1000000") > 0.9 * each
+def test_freed_memory_is_kept(told):
+    environment.settle()
+    # mallopt(3): M_MMAP_THRESHOLD is -3 and takes at most 32 MiB, M_TRIM_THRESHOLD is -1.
+    assert told == [(-3, 32 * 2**20), (-1, 512 * 2**20)]
+
+
+def test_somebody_who_has_set_glibc_up_is_left_alone(told, monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000")
+    environment.settle()
+    assert told == []
+
+
+def test_another_c_library_is_no_error(monkeypatch, told):
+    monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: SimpleNamespace())
+    environment.settle()
+    assert told == []
