@@ -41,14 +41,9 @@ class KVCache:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put keys, values [B, n, G, d] into slots [B, n] of `layer`."""
-        if layer not in self._layers:
-            # Zeros, not empty: a masked slot still enters 0 · value, and NaN · 0 is NaN.
-            self._layers[layer] = tuple(
-                new.new_zeros(self.rows, new.shape[2], self._room, new.shape[3])
-                for new in (keys, values)
-            )
-        for stored, new in zip(self._layers[layer], (keys, values), strict=True):
-            stored[self._at(stored, slots)] = new.transpose(1, 2)
+        new = keys.transpose(1, 2), values.transpose(1, 2)
+        for stored, part in zip(self._stored(layer, new), new, strict=True):
+            stored[self._at(stored, slots)] = part
 
     def _at(self, stored: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Index of the slots [B, n] in a stored [B, G, room, d]: what is there is [B, G, n, d]."""
@@ -74,6 +69,28 @@ class KVCache:
             for stored in (tensor for pair in self._layers.values() for tensor in pair):
                 stored[self._at(stored, slots)] = stored[self._at(stored, source)]
         self.lengths += counts
+
+    def adopt(self, rows: Tensor, other: KVCache, chosen: Tensor | None = None) -> None:
+        """Put what sequences `chosen` [A] of another cache (None: all) have committed into `rows`
+        [A] of this one, in place of what was there. `other` has no more slots than this one."""
+        count = other.slots
+        if count > self._room:
+            self.reserve(count)
+        chosen = other._row[:, 0] if chosen is None else chosen
+        self.lengths[rows] = other.lengths[chosen]
+        self.positions[rows, :count] = other.positions[chosen]
+        for layer, parts in other._layers.items():
+            for stored, new in zip(self._stored(layer, parts), parts, strict=True):
+                stored[rows, :, : new.shape[2]] = new[chosen]
+
+    def _stored(self, layer: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer; at first zeros for heads and sizes as in `like`
+        [_, G, _, d]. Zeros, not empty: a masked slot still enters 0 · value, and NaN · 0 is NaN."""
+        if layer not in self._layers:
+            self._layers[layer] = tuple(
+                new.new_zeros(self.rows, new.shape[1], self._room, new.shape[3]) for new in like
+            )
+        return self._layers[layer]
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drop finished sequences: only `rows` [B'] stay, in that order."""

@@ -1,140 +1,165 @@
-"""Two ways to draft and to accept: a chain of γ tokens, and a grown tree; one loop for both.
+"""What all ways to draft have in common; the loop (generator/speculate.py) knows none by name.
 
-B batch, M tokens in a block (the token the target chose last and what was drafted), d longest
-draft, V vocabulary.
+    Static   a tree of fixed shape (static.py): a chain is one of width 1, plain decoding one of no
+             nodes at all
+    Grown    a tree grown from the draft's probabilities (tree.py, EAGLE-2)
+    Lookup   what followed the same few tokens earlier in the text (lookup.py): no head
+
+A drafter keeps its head's state. A step calls `draft` (the head first reads what the last step
+committed) and `accept`; both are tensor operations whose shapes do not depend on values.
+
+B batch, A admitted rows, M tokens in a block (the root, which is the token the target chose last,
+and what was drafted), d longest draft, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spectrain.core.batch import Features
 from spectrain.generator import verify
-from spectrain.generator.sampling import Sampling, draw
-from spectrain.generator.tree import Expand, Tree, grow, require_possible
+from spectrain.generator.rows import Rows
+from spectrain.generator.rules import Rules
 from spectrain.heads.base import DraftHead
-from spectrain.heads.tree import TreeDefaults
+
+Timed = Callable[[], AbstractContextManager]  # around the head's own forwards
 
 
 @dataclass(frozen=True)
 class Block:
-    """What the target reads in one forward: tokens [B, M]; depths, ancestors of a tree, else None.
+    """What the target reads in one forward.
 
-    drafted: what `accept` of the same drafter wants to know (q of a chain, the tree)
+    tokens [B, M] · depths [M] or [B, M] below the root · parents [M] or [B, M], the root is its own
+    ancestors [M, M] or [B, M, M] bool, n's path from the root and n itself; None: a chain
+    q [B, M, V]: what the children of each node were drawn from; None: they are the likeliest
     """
 
     tokens: Tensor
-    depths: Tensor | None = None
+    depths: Tensor
+    parents: Tensor
     ancestors: Tensor | None = None
-    drafted: Any = None
+    q: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Accepted:
     """Of each row the first count+1 entries count, the rest means nothing.
 
-    count [B] drafted tokens accepted · tokens [B, d+1] these, then the target's own
+    count [B] drafted tokens accepted · own [B] the target's token · tokens [B, d+1] the accepted
+    ones, then the target's own
     path [B, d+1] places in the block of the root and the accepted tokens; None: 0, 1, 2 …
     """
 
     count: Tensor
+    own: Tensor
     tokens: Tensor
     path: Tensor | None = None
 
-    @property
-    def own(self) -> Tensor:
-        """The target's own token: [B]."""
-        return self.tokens.gather(1, self.count[:, None]).squeeze(1)
+    @classmethod
+    def of(cls, tokens: Tensor, count: Tensor, own: Tensor, path: Tensor | None) -> Accepted:
+        """tokens [B, M] of the block."""
+        drafts = tokens[:, 1:] if path is None else tokens.gather(1, path[:, 1:])
+        behind = torch.cat([drafts, own[:, None]], dim=1)
+        return cls(count, own, behind.scatter(1, count[:, None], own[:, None]), path)
 
 
-class Chain:
-    """γ tokens in a row: the most probable ones, or drawn from the draft's distribution.
+class Drafter:
+    """A way to draft, and acceptance of the likeliest children.
 
-    width: tokens the target reads · depth: drafts that can be accepted · room: drafted slots of the
-    head's cache
+    depth d: drafts that one step can accept · width M: tokens that the target reads · room: slots
+    of the head's cache that drafted tokens take
     """
 
-    def __init__(self, head: DraftHead | None, gamma: int) -> None:
-        self.head = head
-        self.depth, self.width, self.room = gamma, gamma + 1, max(0, gamma - 1)
+    def __init__(self, head: DraftHead | None, depth: int, width: int, room: int) -> None:
+        self.head, self.depth, self.width, self.room = head, depth, width, room
+        self.state: Any = None
+        self._slots = 0
 
-    def draft(
-        self,
-        guess: Tensor | None,
-        current: Tensor,
-        expand: Expand,
-        sampling: Sampling,
-        random: torch.Generator,
-    ) -> Block:
-        """guess [B, D] of the first token (None without a head), current [B] the root."""
-        tokens, q = [current[:, None]], []
-        parents = torch.zeros_like(tokens[0])
-        for step in range(self.depth):
-            if step:
-                guess = expand(tokens[-1], parents)[:, 0]
-            if sampling.greedy:
-                choice = guess.argmax(-1)
-            else:
-                probabilities = sampling.warp(guess)
-                choice = draw(probabilities, random)
-                q.append(self.head.spread(probabilities))
-            tokens.append(self.head.to_target(choice)[:, None])
-        return Block(torch.cat(tokens, dim=1), drafted=torch.stack(q, 1) if q else None)
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.head.needs.aux_layers if self.head else ()
 
-    def accept(
-        self, logits: Tensor, block: Block, sampling: Sampling, random: torch.Generator
-    ) -> Accepted:
-        """logits [B, M, V] of the target."""
-        drafts = block.tokens[:, 1:]
-        if not self.depth:
-            count, own = drafts.new_zeros(len(drafts)), sampling.choose(logits[:, 0], random)
-        elif sampling.greedy:
-            count, own = verify.greedy(logits, drafts)
+    # ── the head's state ─────────────────────────────────────────────────────
+
+    def start(self, rows: int, slots: int) -> None:
+        """Nothing read yet, in `rows` sequences of at most `slots` positions."""
+        self._slots = slots
+        self.state = self.head.start(rows, slots) if self.head else None
+
+    def admit(self, rows: Tensor, tokens: Tensor, features: Features, counts: Tensor) -> None:
+        """Read prompts into `rows` [A], all but the last position, which the next step reads.
+
+        tokens [A, n+1] right-padded prompts, the target's choice behind each; counts [A] of prompts
+        """
+        if self.head:
+            new = self.head.start(len(tokens), features.last.shape[1])
+            self.head.begin(new, tokens, features, counts - 1)
+            self.head.adopt(self.state, rows, new)
+
+    def keep(self, rows: Tensor) -> None:
+        """Only `rows` [B'] stay, in that order."""
+        if self.head:
+            old, self.state = self.state, self.head.start(len(rows), self._slots)
+            self.head.adopt(self.state, torch.arange(len(rows), device=rows.device), old, rows)
+
+    # ── a step ───────────────────────────────────────────────────────────────
+
+    def look(self, texts: Sequence[Sequence[int] | None]) -> int:
+        """On the host before a step: all tokens of each row so far (None: the row is empty).
+        Returns the width M of the step's block."""
+        return self.width
+
+    def draft(self, rows: Rows, rules: Rules, view: int, timed: Timed) -> Block:
+        """`view` bounds the slots of the head's cache that are looked at."""
+        raise NotImplementedError
+
+    def accept(self, logits: Tensor, block: Block, rows: Rows, rules: Rules) -> Accepted:
+        """logits [B, M, V] of the target at the nodes."""
+        if rules.typical and not rules.sampling.greedy:
+            p, typical = rules.sampling.warp(logits), rules.typical
+            bounds = typical.epsilon, typical.delta
+            count, path, own = verify.typical(p, *_tree(block), *bounds)
+            return self._accepted(block, count, own, path)
+        choice = rules.choose(logits, rows.keys, rows.new[:, None] + 1 + block.depths)
+        if block.ancestors is None:
+            count, path = verify.chain(choice, block.tokens), None
+            own = choice.gather(1, count[:, None]).squeeze(1)
         else:
-            count, own = verify.sampling(sampling.warp(logits), block.drafted, drafts, random)
-        return Accepted(count, _committed(drafts, count, own))
+            count, path = verify.tree(choice, *_tree(block))
+            own = choice.gather(1, path.gather(1, count[:, None])).squeeze(1)
+        return self._accepted(block, count, own, path)
+
+    def _accepted(self, block: Block, count: Tensor, own: Tensor, path: Tensor | None) -> Accepted:
+        if path is not None:
+            path = None if block.ancestors is None else path[:, : self.depth + 1]
+        return Accepted.of(block.tokens, count, own, path)
+
+    def _read(self, rows: Rows, view: int, timed: Timed) -> Tensor:
+        """The head reads what the last step committed: logits [B, D] of its first guess."""
+        with timed():
+            return self.head.extend(self.state, rows.tokens, rows.features, rows.kept, view)
 
 
-class Grown:
-    """A tree grown from the draft's probabilities (generator/tree.py); fields as in `Chain`."""
-
-    def __init__(self, head: DraftHead, shape: TreeDefaults) -> None:
-        require_possible(shape, head)
-        # A node at depth d brings its d − 1 ancestors: no path is longer than there are nodes.
-        self.shape = shape.model_copy(update={"depth": min(shape.depth, shape.nodes)})
-        self.head = head
-        self.depth, self.width = self.shape.depth, shape.nodes + 1
-        self.room = shape.top_k * (self.depth - 1)
-
-    def draft(
-        self,
-        guess: Tensor,
-        current: Tensor,
-        expand: Expand,
-        sampling: Sampling,
-        random: torch.Generator,
-    ) -> Block:
-        """guess [B, D] of the first token, current [B] the root."""
-        tree = grow(
-            guess, current, self.shape, expand, self.head.to_target, sampling.log_probabilities
-        )
-        return Block(tree.tokens, tree.depths, tree.ancestors, tree)
-
-    def accept(
-        self, logits: Tensor, block: Block, sampling: Sampling, random: torch.Generator
-    ) -> Accepted:
-        """logits [B, M, V] of the target."""
-        tree: Tree = block.drafted
-        choice = sampling.choose(logits, random)
-        count, path = verify.tree(choice, tree.tokens, tree.parents, tree.ancestors)
-        path = path[:, : self.depth + 1]
-        own = choice.gather(1, path.gather(1, count[:, None])).squeeze(1)
-        return Accepted(count, _committed(tree.tokens.gather(1, path[:, 1:]), count, own), path)
+def _tree(block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, parents [B, M] and ancestors [B, M, M] of a block."""
+    tokens, ancestors = block.tokens, block.ancestors
+    batch, width = tokens.shape
+    if ancestors is None:
+        ancestors = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril()
+    return tokens, block.parents.expand(batch, -1), ancestors.expand(batch, -1, -1)
 
 
-def _committed(drafts: Tensor, count: Tensor, own: Tensor) -> Tensor:
-    """drafts [B, d], own [B] → [B, d+1], `own` behind the accepted ones"""
-    return torch.cat([drafts, own[:, None]], dim=1).scatter(1, count[:, None], own[:, None])
+def ancestors_of(parents: Tensor, depth: int) -> Tensor:
+    """parents [B, M] of a tree of `depth` levels below the root → [B, M, M] bool"""
+    size = parents.shape[1]
+    own = torch.eye(size, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+    seen, index = own, parents[..., None].expand(-1, -1, size)
+    for _ in range(depth):
+        seen = own | seen.gather(1, index)
+    return seen

@@ -21,6 +21,9 @@ import torch
 from torch import Tensor
 
 from spectrain.core.errors import SpectrainError
+from spectrain.generator.drafters import Block, Drafter, Timed, ancestors_of
+from spectrain.generator.rows import Rows
+from spectrain.generator.rules import Rules
 from spectrain.heads.base import DraftHead
 from spectrain.heads.tree import TreeDefaults
 
@@ -88,19 +91,33 @@ def _rerank(levels: list[tuple[Tensor, Tensor, Tensor]], size: int) -> Tree:
     )
 
 
-def ancestors_of(parents: Tensor, depth: int) -> Tensor:
-    """parents [B, M] of a tree of `depth` levels below the root → [B, M, M] bool"""
-    size = parents.shape[1]
-    own = torch.eye(size, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
-    seen, index = own, parents[..., None].expand(-1, -1, size)
-    for _ in range(depth):
-        seen = own | seen.gather(1, index)
-    return seen
-
-
 def _best(scores: Tensor, count: int) -> Tensor:
     """Places of the `count` highest of [B, n], best first; of equal ones the earlier."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+# ── in the loop ──────────────────────────────────────────────────────────────
+
+
+class Grown(Drafter):
+    """A tree of this shape, grown anew in every step."""
+
+    def __init__(self, head: DraftHead, shape: TreeDefaults) -> None:
+        require_possible(shape, head)
+        # A node at depth d brings its d − 1 ancestors: no path is longer than there are nodes.
+        depth = min(shape.depth, shape.nodes)
+        super().__init__(head, depth, shape.nodes + 1, shape.top_k * (depth - 1))
+        self.shape = shape.model_copy(update={"depth": depth})
+
+    def draft(self, rows: Rows, rules: Rules, view: int, timed: Timed) -> Block:
+        def expand(tokens: Tensor, parents: Tensor) -> Tensor:
+            with timed():
+                return self.head.expand(self.state, tokens, parents)
+
+        guess = self._read(rows, view, timed)
+        scores = rules.sampling.log_probabilities
+        tree = grow(guess, rows.current, self.shape, expand, self.head.to_target, scores)
+        return Block(tree.tokens, tree.depths, tree.parents, tree.ancestors)
 
 
 # ── shapes ───────────────────────────────────────────────────────────────────

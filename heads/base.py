@@ -247,6 +247,12 @@ class DraftHead(nn.Module, ABC):
         parents [B, m] index the previous level (the first level has one parent, 0).
         """
 
+    def adopt(self, state: Any, rows: Tensor, other: Any, chosen: Tensor | None = None) -> None:
+        """Put sequences `chosen` [A] of another state (None: all) into `rows` [A] of `state`, in
+        place of what was there: all that their next `extend` goes on from. What was drafted in
+        either state is forgotten."""
+        state.cache.adopt(rows, other.cache, chosen)
+
     # ── vocabulary ───────────────────────────────────────────────────────────
 
     def use_vocabulary(self, ids: Tensor) -> None:

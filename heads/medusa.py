@@ -199,6 +199,11 @@ class MedusaHead(DraftHead):
         state.last, state.level = features.last[rows, (counts - 1).clamp(min=0)], 0
         return self.logits(self._blocks(state.last, 0), 0)
 
+    def adopt(
+        self, state: MedusaState, rows: Tensor, other: MedusaState, chosen: Tensor | None = None
+    ) -> None:
+        """Nothing: `extend` needs the new features alone."""
+
     def expand(self, state: MedusaState, tokens: Tensor, parents: Tensor) -> Tensor:
         state.level += 1
         assert state.level < self.config.steps, "a draft is no deeper than there are heads"

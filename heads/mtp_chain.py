@@ -23,7 +23,7 @@ B batch, T length, n new rows, m frontier nodes, U drafted nodes so far, K modul
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class Modules:
 class ChainState:
     """Drafting state of K modules.
 
-    ends: per module the output [B, 1, H] of its last verified row
+    ends [K, B, 1, H]: of every module the output of its last verified row, zeros before the first
     outputs [B, 1+U, H]: of the module that ran last, its end row first, then every node
     tokens, above [B, U]: the drafted nodes and where their parent is in `outputs`; depths [U]
     ancestors [B, U, U]; width: nodes of the last level
@@ -60,7 +60,7 @@ class ChainState:
 
     cache: KVCache
     view: int
-    ends: list[Tensor] = field(default_factory=list)
+    ends: Tensor
     outputs: Tensor | None = None
     tokens: Tensor | None = None
     above: Tensor | None = None
@@ -106,16 +106,11 @@ def extend(
     embedding = readout.embed(tokens).to(dtype)
     hidden = features.last.to(dtype)
     last = (counts - 1).clamp(min=0)[:, None]
-    first = not state.ends
     for index in range(len(parts.modules)):
         out = _run(parts, state, index, embedding, hidden, slots, slots, visible)
         end = out.gather(1, last[..., None].expand(-1, -1, out.shape[-1]))
-        if first:
-            before = torch.zeros_like(end)
-            state.ends.append(end)
-        else:
-            before = state.ends[index]
-            state.ends[index] = torch.where(counts[:, None, None] > 0, end, before)
+        before = state.ends[index].clone()
+        state.ends[index] = torch.where(counts[:, None, None] > 0, end, before)  # in place
         hidden = parts.hand_on(index, torch.cat([before, out[:, :-1]], dim=1))
     cache.commit(counts)
     return state.ends[0][:, 0]
@@ -128,7 +123,7 @@ def expand(
     cache, width = state.cache, tokens.shape[1]
     _grow(state, tokens, parents)
     index = state.level
-    dtype = state.ends[0].dtype
+    dtype = state.ends.dtype
     nodes = state.tokens.shape[1]
     slots = cache.lengths[:, None] + torch.arange(nodes, device=tokens.device)
     places = cache.lengths[:, None] - 1 + state.depths

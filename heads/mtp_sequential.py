@@ -156,8 +156,16 @@ class MtpSequentialHead(MtpHead):
     # ── drafting face ────────────────────────────────────────────────────────
 
     def start(self, rows: int, slots: int) -> ChainState | RecurrentState:
-        cache = KVCache(rows, slots, self.norm_of(0).weight.device)
-        return (RecurrentState if self.config.shared else ChainState)(cache, slots)
+        like = self.norm_of(0).weight
+        cache = KVCache(rows, slots, like.device)
+        if self.config.shared:
+            return RecurrentState(cache, slots)
+        return ChainState(cache, slots, like.new_zeros(len(self.chain), rows, 1, len(like)))
+
+    def adopt(self, state: Any, rows: Tensor, other: Any, chosen: Tensor | None = None) -> None:
+        super().adopt(state, rows, other, chosen)
+        if not self.config.shared:
+            state.ends[:, rows] = other.ends if chosen is None else other.ends[:, chosen]
 
     def extend(
         self, state: Any, tokens: Tensor, features: Features, counts: Tensor, view: int = 0

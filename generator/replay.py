@@ -1,0 +1,42 @@
+"""CUDA graphs: work on fixed buffers is recorded once per shape and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+
+class Replay:
+    """Calls work(); on CUDA its operations are captured the second time a key is seen and only
+    replayed from then on. The first time is a plain call: it allocates what is kept for later.
+
+    What the work reads and writes between two calls has to lie in buffers that stay in place, and
+    nothing in it may depend on values or wait for the device.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool = True) -> None:
+        self.enabled = enabled and device.type == "cuda"
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
+
+    def __call__(self, key: Hashable, work: Callable[[], Tensor]) -> Tensor:
+        if not self.enabled:
+            return work()
+        if key not in self._graphs:
+            self._graphs[key] = None
+            return work()
+        if self._graphs[key] is None:
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, pool=self._pool):
+                result = work()
+            self._graphs[key] = graph, result
+        graph, result = self._graphs[key]
+        graph.replay()
+        return result
+
+    def forget(self) -> None:
+        """Buffers have moved: everything is captured anew."""
+        self._graphs.clear()
