@@ -104,7 +104,7 @@ def test_numbers_are_uniform(name):
     of 3e-5 for all of them)."""
     values = samples()[name].flatten()
     assert values.dtype == torch.float64
-    assert 0 <= values.min()
+    assert values.min() >= 0
     assert values.max() < 1
     assert kstest(values.numpy(), "uniform").pvalue > FALSE_ALARM
     whole = (values * 2**53).long()
