@@ -1,6 +1,8 @@
-"""From logits to the distribution that is sampled: temperature, top-k, top-p.
+"""From logits to the distribution that is sampled: temperature, top-k, top-p, min-p, in this order.
 
-The same warp is applied to the target's p and the draft's q, before any acceptance rule.
+The same warp is applied to the target's p and the draft's q, before any acceptance rule. The tokens
+it leaves are those of transformers' `generate`, ties at an edge included; see `Sampling.warp` for
+where rounding may differ.
 """
 
 from __future__ import annotations
@@ -15,12 +17,16 @@ from spectrain.core.errors import SpectrainError
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution whole."""
+    """temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 leave the distribution whole.
+
+    min_p: tokens less probable than min_p × the most probable one are left out
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -29,6 +35,8 @@ class Sampling:
             raise SpectrainError(f"top_k {self.top_k} is negative", fix="0 turns it off")
         if not 0 < self.top_p <= 1:
             raise SpectrainError(f"top_p {self.top_p} is not in (0, 1]", fix="1 turns it off")
+        if not 0 <= self.min_p <= 1:
+            raise SpectrainError(f"min_p {self.min_p} is not in [0, 1]", fix="0 turns it off")
 
     @property
     def greedy(self) -> bool:
@@ -37,19 +45,25 @@ class Sampling:
     def warp(self, logits: Tensor) -> Tensor:
         """Logits [..., V] → probabilities [..., V], float32."""
         logits = logits.float()
-        # Relative to the largest, so that no temperature is too small for float32.
+        # Relative to the largest, so that no temperature is too small for float32. The library
+        # divides first, so a token within a rounding error of an edge may fall on its other side.
         logits = (logits - logits.max(-1, keepdim=True).values) / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             smallest = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < smallest, float("-inf"))
         if self.top_p < 1:
-            ordered, order = logits.sort(dim=-1, descending=True)
-            probabilities = ordered.softmax(-1)
-            # A token stays while the mass before it is below top_p, so the first always stays.
-            outside = probabilities.cumsum(-1) - probabilities >= self.top_p
-            drop = torch.zeros_like(outside).scatter(-1, order, outside)
-            logits = logits.masked_fill(drop, float("-inf"))
-        return logits.softmax(-1)
+            # The least probable go while they hold no more than 1 − top_p together; the most
+            # probable stays. Ascending, so that of equal ones the same go as in the library.
+            ordered, order = logits.sort(dim=-1)
+            outside = ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            outside[..., -1] = False
+            logits = logits.masked_fill(outside.scatter(-1, order, outside), float("-inf"))
+        probabilities = logits.softmax(-1)
+        if self.min_p > 0:
+            edge = self.min_p * probabilities.amax(-1, keepdim=True)
+            probabilities = probabilities.masked_fill(probabilities < edge, 0)
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        return probabilities
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """Of a draft: logits [..., D] → [..., D]; when greedy those of temperature 1."""
@@ -61,14 +75,27 @@ class Sampling:
 
 
 def draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """One token per row: [..., V] → [...], by the inverse of the cumulated probabilities.
+    """One token per row: [..., V] → [...].
 
     One uniform number per row; torch.multinomial draws one per entry, which takes 20 times as long
-    at 50,000 entries. Float64, so that rare tokens keep their share.
+    at 50,000 entries.
+    """
+    uniform = torch.rand(
+        probabilities.shape[:-1],
+        dtype=torch.float64,
+        device=probabilities.device,
+        generator=generator,
+    )
+    return pick(probabilities, uniform)
+
+
+def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """The token at `uniform` [...] in [0, 1) of the cumulated probabilities [..., V] → [...]
+
+    They need not sum to 1. Float64, so that rare tokens keep their share. A row of zeros gives V−1.
     """
     cumulated = probabilities.cumsum(-1, dtype=torch.float64)
-    total = cumulated[..., -1:]
-    uniform = torch.rand(total.shape, dtype=torch.float64, device=total.device, generator=generator)
     # The first entry above u: never one of probability 0, which adds nothing.
-    place = torch.searchsorted(cumulated, uniform * total, right=True)
+    height = uniform[..., None] * cumulated[..., -1:]
+    place = torch.searchsorted(cumulated, height, right=True)
     return place.clamp(max=probabilities.shape[-1] - 1).squeeze(-1)
