@@ -27,6 +27,8 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     min_p: float = 0.0
+    stop_ids: tuple = ()
+    stop_strings: tuple = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):

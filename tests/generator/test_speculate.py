@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from head_kinds import KINDS
+from helped_heads import GoodGuesser, NoisyTarget
 from scipy.stats import chisquare
 from tiny_models import SIZES, make_head
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,7 +20,6 @@ from spectrain.generator import verify
 from spectrain.generator.decode import complete
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Clock, Generator
-from spectrain.heads.base import Needs
 from spectrain.heads.tree import TreeDefaults
 
 
@@ -59,46 +58,6 @@ def test_greedy_equals_transformers_on_50_prompts(tiny, stock, prompts, gamma):
         assert sum(got.runs.values()) == got.forwards
         accepted += sum(run * times for run, times in got.runs.items())
     assert accepted > 0, "nothing was ever accepted: the accepting path was not tested"
-
-
-class GoodGuesser:
-    """A head whose guesses are the true continuation, now and then spoilt: every run length."""
-
-    def __init__(self, head, truth, spoil):
-        self.inner, self.truth, self.spoil, self.calls = head, truth, spoil, 0
-        self.config, self.needs = head.config, head.needs
-        self.longest_draft = head.longest_draft
-
-    def start(self, rows, slots):
-        self.read = 0
-        return self.inner.start(rows, slots)
-
-    def begin(self, state, tokens, features, counts):
-        self.read = int(counts[0])
-        self.inner.begin(state, tokens, features, counts)
-        return self.guess(0)
-
-    def extend(self, state, tokens, features, counts, view=0):
-        self.read += int(counts[0])
-        self.inner.extend(state, tokens, features, counts, view)
-        return self.guess(0)
-
-    def expand(self, state, tokens, parents):
-        self.inner.expand(state, tokens, parents)
-        self.depth += 1
-        return self.guess(self.depth)[:, None]
-
-    def guess(self, depth):
-        self.depth = depth
-        self.calls += 1
-        position = self.read + 1 + depth
-        token = self.truth[position] if position < len(self.truth) else 5
-        if self.calls % self.spoil == 0:
-            token = (token + 1) % 380
-        return torch.nn.functional.one_hot(torch.tensor([token]), 392).float()
-
-    def to_target(self, ids):
-        return ids
 
 
 @pytest.mark.parametrize("spoil", [2, 3, 5, 1000])
@@ -200,53 +159,6 @@ def test_same_seed_same_text_other_seed_other_text(tiny, prompts):
     assert [c.tokens for c in one] != [c.tokens for c in other]
 
 
-class NoisyTarget:
-    """A head that is the target itself with some noise on its logits: accepted often, not always.
-    It reads the whole text at every call, obvious and slow."""
-
-    family, longest_draft, needs = "noisy", 16, Needs()
-
-    def __init__(self, target, noise):
-        self.target = target
-        self.config = SimpleNamespace(steps=3, draft_vocab_size=392, vocab_size=392)
-        generator = torch.Generator().manual_seed(5)
-        self.noise = noise * torch.randn(392, generator=generator)
-
-    def start(self, rows, slots):
-        return SimpleNamespace(text=torch.zeros(rows, slots + 1, dtype=torch.int64), drafted=[])
-
-    def begin(self, state, tokens, features, counts):
-        state.text[:, : tokens.shape[1]] = tokens
-        state.lengths = counts + 1
-        return self._logits(state)
-
-    def extend(self, state, tokens, features, counts, view=0):
-        for place in range(tokens.shape[1]):
-            real = place < counts
-            state.text[real, (state.lengths + place)[real]] = tokens[real, place]
-        state.lengths = state.lengths + counts
-        state.drafted = []
-        return self._logits(state)
-
-    def expand(self, state, tokens, parents):
-        state.drafted.append(tokens[:, 0])
-        return self._logits(state)[:, None]
-
-    def _logits(self, state):
-        text, rows = state.text.clone(), torch.arange(len(state.text))
-        for place, token in enumerate(state.drafted):
-            text[rows, state.lengths + place] = token
-        ends = state.lengths + len(state.drafted)
-        last = self.target.forward(text[:, : int(ends.max())]).last[rows, ends - 1]
-        return self.target.logits(last) + self.noise
-
-    def to_target(self, ids):
-        return ids
-
-    def spread(self, probabilities):
-        return probabilities
-
-
 def test_rows_that_accept_unequal_counts_equal_their_solo_runs(tiny, stock, prompts):
     """Greedy: in one batch some rows accept whole drafts while others accept nothing."""
     got = Generator(tiny, NoisyTarget(tiny, 0.3), 3).generate(prompts[:16], 30)
@@ -303,14 +215,14 @@ def test_sampled_text_has_the_exact_distribution(tiny, stock, prompts, noise):
 def test_the_rule_gets_the_distribution_that_was_drawn_from(tiny, prompts, monkeypatch):
     """Temperature and top-k change p and q both, before the rule."""
     head = make_head(tiny, wild=False)
-    rule, calls = verify.sampling, []
+    rule, calls = verify.drawn_tree, []
     monkeypatch.setattr(
-        verify, "sampling", lambda p, q, *rest: calls.append((p, q)) or rule(p, q, *rest)
+        verify, "drawn_tree", lambda p, q, *rest: calls.append((p, q)) or rule(p, q, *rest)
     )
     Generator(tiny, head, 3).generate(prompts[:2], 6, Sampling(temperature=0.5, top_k=5))
     assert calls
     for p, q in calls:
-        for distribution in (p, q):
+        for distribution in (p, q[:, :-1]):  # nothing is drawn after the last node
             assert ((distribution > 0).sum(-1) <= 5).all()
             torch.testing.assert_close(distribution.sum(-1), torch.ones(distribution.shape[:-1]))
 
@@ -329,7 +241,7 @@ def test_only_model_forwards_are_no_overhead(tiny, prompts, monkeypatch):
     monkeypatch.setattr(Sampling, "warp", slow)
     generator.generate([prompts[0]], 8, Sampling(temperature=1.0))
     assert len(naps) > 8
-    # The prefill's own sample is before the clock starts.
+    # The prefill's own sample is before the first step.
     assert generator.clock.overhead >= 0.01 * (len(naps) - 1)
     assert Clock(draft=1.0, verify=2.0, total=4.0).overhead == 1.0
 

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from head_kinds import KINDS
+from helped_heads import Helped, Markov, helped, require_said_as_read_afresh
 from scipy.stats import chisquare
 from tiny_models import SIZES, make_head
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spectrain.core.batch import Features
-from spectrain.core.cache import KVCache
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Generator
 from spectrain.generator.tree import shape_for
-from spectrain.heads.base import Needs
 from spectrain.heads.tree import TreeDefaults
 
 SHAPE = TreeDefaults(top_k=3, depth=4, nodes=11)
@@ -31,78 +27,6 @@ SHAPE = TreeDefaults(top_k=3, depth=4, nodes=11)
 def prompts():
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, 380, (n,), generator=generator) for n in (7, 1, 19)]
-
-
-class Helped:
-    """A head whose guesses are helped: at most places the true next token gets the first, second or
-    third rank, so that paths of every length and place are accepted. All calls go on to the head
-    itself, and what it says after each commit is kept: `said` (row, verified rows, logits).
-    """
-
-    def __init__(self, head, truths, ranks=(0, 0, 1, 1, 2, None)):
-        self.inner, self.ranks, self.said = head, ranks, []
-        self.truths, self.random = truths, torch.Generator().manual_seed(3)
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def begin(self, state, tokens, features, counts):
-        self.read = counts.clone()
-        return self._verified(self.inner.begin(state, tokens, features, counts), counts)
-
-    def extend(self, state, tokens, features, counts, view=0):
-        self.read += counts
-        return self._verified(self.inner.extend(state, tokens, features, counts, view), counts)
-
-    def expand(self, state, tokens, parents):
-        self.depth += 1
-        return self._help(self.inner.expand(state, tokens, parents))
-
-    def _verified(self, logits, counts):
-        self.depth = 0
-        self.said += [
-            (row, int(self.read[row]), logits[row].clone())
-            for row in range(len(counts))
-            if counts[row]
-        ]
-        return self._help(logits[:, None])[:, 0]
-
-    def _help(self, logits):
-        logits = logits.clone()
-        for row, read in enumerate(self.read.tolist()):
-            place = int(torch.randint(len(self.ranks), (), generator=self.random))
-            position, rank = read + 1 + self.depth, self.ranks[place]
-            truth = self.truths[row]
-            if rank is None or position >= len(truth):
-                continue
-            ids = (self.inner.draft_ids == truth[position]).nonzero()
-            if len(ids):
-                first = logits[row].topk(4, dim=-1).values
-                between = (
-                    first[:, 0] + 1 if rank == 0 else (first[:, rank - 1] + first[:, rank]) / 2
-                )
-                logits[row, :, ids[0, 0]] = between
-        return logits
-
-
-def helped(target, head, prompts, new, **options):
-    truths = Generator(target).generate(prompts, new + 8)
-    texts = [p.tolist() + t.tokens for p, t in zip(prompts, truths, strict=True)]
-    return Helped(head, texts, **options), [t.tokens[:new] for t in truths]
-
-
-@torch.no_grad()
-def require_said_as_read_afresh(target, watched):
-    """After every commit the head says what it says having read the same text at once: its cache is
-    that of the accepted path, and it got the target's features of the accepted nodes."""
-    head = watched.inner
-    for row, count, logits in watched.said:
-        text = torch.tensor([watched.truths[row]])
-        features = target.forward(text[:, :count], aux_layers=head.needs.aux_layers)
-        state = head.start(1, count + 8)
-        fresh = head.begin(state, text[:, : count + 1], features, torch.tensor([count]))[0]
-        error = (logits - fresh).abs().max() / fresh.abs().max()
-        assert error < 1e-4, (row, count, float(error))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -193,43 +117,6 @@ def test_context_limit(tiny, prompts):
 # ── exact sampling ───────────────────────────────────────────────────────────
 
 
-class Markov:
-    """A target of 6 tokens, each drawn given the one before; and a head that knows it roughly."""
-
-    device, stop_ids, max_length, vocab_size = torch.device("cpu"), (), 64, 6
-    longest_draft, needs, tree, reduced = 16, Needs(), None, False
-    config = SimpleNamespace(steps=3, draft_vocab_size=6, vocab_size=6)
-
-    def __init__(self, noise):
-        generator = torch.Generator().manual_seed(4)
-        self.table = 1.2 * torch.randn(6, 6, generator=generator)
-        self.guesses = self.table + noise * torch.randn(6, 6, generator=generator)
-
-    def new_cache(self, rows, slots):
-        return KVCache(rows, slots)
-
-    def forward(self, tokens, **_):
-        return Features(torch.nn.functional.one_hot(tokens, 6).float(), None)
-
-    def logits(self, last):
-        return last @ self.table
-
-    def start(self, rows, slots):
-        return None
-
-    def begin(self, state, tokens, features, counts):
-        return self.guesses[tokens[torch.arange(len(counts)), counts]]
-
-    def extend(self, state, tokens, features, counts, view):
-        return self.guesses[tokens[torch.arange(len(counts)), (counts - 1).clamp(min=0)]]
-
-    def expand(self, state, tokens, parents):
-        return self.guesses[tokens]
-
-    def to_target(self, ids):
-        return ids
-
-
 @pytest.mark.parametrize("shape", [(2, 2, 4), (3, 3, 9), (2, 1, 2)])
 @pytest.mark.parametrize("sampling", [Sampling(0.8, seed=2), Sampling(1.0, top_k=3, seed=3)])
 def test_sampled_text_has_the_exact_distribution(shape, sampling):
@@ -269,53 +156,7 @@ def test_sampling_with_a_real_head_repeats_and_follows_the_target(tiny, prompts)
     assert one == two != other
 
 
-# ── static shapes, refusals ──────────────────────────────────────────────────
-
-
-class Recorder(TorchDispatchMode):
-    """Names and shapes of all tensor operations; a list of its own from each mark on."""
-
-    def __init__(self):
-        super().__init__()
-        self.steps = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if self.steps:
-            shapes = [tuple(t.shape) for t in args if isinstance(t, torch.Tensor)]
-            self.steps[-1].append((str(function), shapes))
-        return result
-
-
-def test_a_step_is_the_same_operations_whatever_is_accepted(tiny, prompts, monkeypatch):
-    head = make_head(tiny)
-    watched, _ = helped(tiny, head, prompts, 24)
-    generator = Generator(tiny, watched, tree=SHAPE)
-    recorder = Recorder()
-    draft, help_ = generator.drafter.draft, watched._help
-    monkeypatch.setattr(
-        generator.drafter, "draft", lambda *args: recorder.steps.append([]) or draft(*args)
-    )
-
-    def unrecorded(logits):
-        with torch.utils._python_dispatch._disable_current_modes():
-            return help_(logits)
-
-    monkeypatch.setattr(watched, "_help", unrecorded)
-    monkeypatch.setattr(watched, "_verified", lambda logits, counts: _plain(watched, logits))
-    with recorder:
-        got = generator.generate(prompts, 24)
-    assert sum(c.committed - c.forwards for c in got) > 10
-    # In the first step a CPU's cache grows to what the steps see; the last one has no `extend`.
-    _, second, *others, _ = recorder.steps
-    assert len(others) > 2
-    assert all(step == second for step in others)
-    assert len(second) > 100
-
-
-def _plain(watched, logits):
-    watched.depth = 0
-    return watched._help(logits[:, None])[:, 0]
+# ── refusals ─────────────────────────────────────────────────────────────────
 
 
 def test_impossible_settings(tiny):

@@ -1,0 +1,4 @@
+class Processors:
+    @classmethod
+    def needed(cls, *a, **k):
+        return None
