@@ -1,4 +1,0 @@
-class Processors:
-    @classmethod
-    def needed(cls, *a, **k):
-        return None
