@@ -33,9 +33,7 @@ class Rows:
         self.tokens = zeros(width)
         self.features: Features | None = None
 
-    def admit(
-        self, rows: Tensor, keys: Tensor, current: Tensor, features: Features | None
-    ) -> None:
+    def admit(self, rows: Tensor, keys: Tensor, current: Tensor, features: Features | None) -> None:
         """Begin sequences in `rows` [A] with their first new token [A]; features [A, 1, …] of the
         position before it, None where no head will read them."""
         self.keys[rows], self.current[rows] = keys, current

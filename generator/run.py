@@ -1,4 +1,4 @@
-"""Sequences in work on the device: admitting prompts into rows, and the step that all take together.
+"""Sequences in work on the device: prompts come into rows, and all rows take steps together.
 
 Row b has read x[0 … t] (cache and features) and knows x[t+1], the token the target chose last::
 
@@ -14,7 +14,7 @@ B rows, A admitted ones, M tokens in a block, d longest draft, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -54,10 +54,10 @@ class Run:
         self.rows = Rows(rows, drafter.depth + 1, self.device)
         self.cache = target.new_cache(rows, slots)
         drafter.start(rows, slots)
-        self._processors: Callable[[int], Processors | None] = partial(
-            Processors.needed, rules.sampling, target.vocab_size, self.device, tuple(stop_ids)
-        )
-        self.processors = self._processors(rows)
+        sampling, self.processors = rules.sampling, None
+        changes = (sampling.repetition_penalty, sampling.min_new_tokens, sampling.suppress)
+        if Processors.needed(*changes):
+            self.processors = Processors(rows, target.vocab_size, self.device, stop_ids, *changes)
         self.lengths = [0] * rows
         self._replay = Replay(self.device, graphs)
 
@@ -84,16 +84,11 @@ class Run:
         self.cache.adopt(rows, cache)
 
         at_end = features.at((counts - 1)[:, None])  # [A, 1, …]
-        logits = self.target.logits(at_end.last)
-        processors = self._processors(len(places))
-        if processors:
-            everyone = torch.arange(len(places), device=self.device)
-            processors.admit(everyone, tokens, counts)
-            last = tokens.gather(1, (counts - 1)[:, None])
-            # The root is one deeper than the end of the prompt.
-            logits = processors.apply(logits, last, torch.full_like(last[0], -1), None)
+        logits = self.target.logits(at_end.last[:, 0])
+        if self.processors:
             self.processors.admit(rows, tokens, counts)
-        current = self.rules.choose(logits, own_keys, torch.zeros_like(own_keys[:, None]))[:, 0]
+            logits = self.processors.first(rows, logits)
+        current = self.rules.choose(logits, own_keys, torch.zeros_like(own_keys))
         read = torch.cat([tokens, torch.zeros_like(tokens[:, :1])], dim=1)
         read.scatter_(1, counts[:, None], current[:, None])
         # Its first reading of the prompt is no drafting yet: it counts as prefill.

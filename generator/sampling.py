@@ -20,6 +20,8 @@ class Sampling:
     """temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 leave the distribution whole.
 
     min_p: tokens less probable than min_p × the most probable one are left out
+    repetition_penalty, min_new_tokens, suppress: see generator/processors.py
+    stop_ids: tokens that end a reply beside the target's own · stop_strings: so does their text
     """
 
     temperature: float = 0.0
@@ -27,8 +29,11 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     min_p: float = 0.0
-    stop_ids: tuple = ()
-    stop_strings: tuple = ()
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    suppress: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -39,6 +44,8 @@ class Sampling:
             raise SpectrainError(f"top_p {self.top_p} is not in (0, 1]", fix="1 turns it off")
         if not 0 <= self.min_p <= 1:
             raise SpectrainError(f"min_p {self.min_p} is not in [0, 1]", fix="0 turns it off")
+        if not all(self.stop_strings):
+            raise SpectrainError("an empty stop string would end every reply at once")
 
     @property
     def greedy(self) -> bool:
@@ -70,25 +77,6 @@ class Sampling:
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """Of a draft: logits [..., D] → [..., D]; when greedy those of temperature 1."""
         return logits.float().log_softmax(-1) if self.greedy else self.warp(logits).log()
-
-    def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """The target's own token: [..., V] → [...]"""
-        return logits.argmax(-1) if self.greedy else draw(self.warp(logits), generator)
-
-
-def draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """One token per row: [..., V] → [...].
-
-    One uniform number per row; torch.multinomial draws one per entry, which takes 20 times as long
-    at 50,000 entries.
-    """
-    uniform = torch.rand(
-        probabilities.shape[:-1],
-        dtype=torch.float64,
-        device=probabilities.device,
-        generator=generator,
-    )
-    return pick(probabilities, uniform)
 
 
 def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:

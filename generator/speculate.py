@@ -162,7 +162,12 @@ class Generator:
                 run.retire(ended)
 
     def _started(
-        self, prompts: Sequence[Tensor], limits: list[int], sampling: Sampling, ends: Ends, rows: int
+        self,
+        prompts: Sequence[Tensor],
+        limits: list[int],
+        sampling: Sampling,
+        ends: Ends,
+        rows: int,
     ) -> Run:
         """A run with room for these prompts; on a GPU the last one if it will do."""
         drafter = self.drafter

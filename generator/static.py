@@ -14,14 +14,11 @@ from torch import Tensor
 from spectrain.core.errors import SpectrainError
 from spectrain.generator import verify
 from spectrain.generator.drafters import Accepted, Block, Drafter, Timed, ancestors_of
-from spectrain.generator.randomness import ACCEPT, DRAFT, OWN, uniform
+from spectrain.generator.randomness import ACCEPT, DRAFT, OWN, several, uniform
 from spectrain.generator.rows import Rows
 from spectrain.generator.rules import Rules
 from spectrain.heads.base import DraftHead
 from spectrain.heads.tree import TreeShape
-
-# Numbers of a stream that belong to one new token: every child of every node has one of its own.
-_PER_TOKEN = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,9 @@ class Static(Drafter):
         self.shape, self.drawn = shape, drawn
         self.parents = torch.tensor(shape.parents, device=device)
         self.depths = torch.tensor(shape.depths, device=device)
-        self.ancestors = None if shape.is_chain else ancestors_of(self.parents[None], shape.depth)[0]
+        self.ancestors = (
+            None if shape.is_chain else ancestors_of(self.parents[None], shape.depth)[0]
+        )
         self.children = _children(shape, device)
         self._levels = [_level(shape, depth, drawn, device) for depth in range(shape.depth)]
 
@@ -82,8 +81,8 @@ class Static(Drafter):
 
     def _draw(self, q: Tensor, level: Level, rows: Rows, depth: int) -> Tensor:
         """q [B, m, D] → draft ids [B, m·c]"""
-        own = level.nodes[:, None] * level.most + torch.arange(level.most, device=q.device)
-        number = (rows.new + 1 + depth)[:, None, None] * _PER_TOKEN + own
+        # Nodes of one level may share numbers: at most one of them is on the path that counts.
+        number = several(rows.new + 1 + depth, level.most)[:, None].expand(-1, q.shape[1], -1)
         drawn = verify.without_replacement(q, level.most, uniform(rows.keys, DRAFT, number))
         return drawn.flatten(1)
 
@@ -99,8 +98,7 @@ class Static(Drafter):
             return super().accept(logits, block, rows, rules)
         p = rules.sampling.warp(logits)
         number = rows.new[:, None] + 1 + torch.arange(self.depth + 1, device=p.device)
-        order = torch.arange(self.children.shape[1], device=p.device)
-        tests = uniform(rows.keys, ACCEPT, number[:, :-1, None] * _PER_TOKEN + order)
+        tests = uniform(rows.keys, ACCEPT, several(number[:, :-1], self.children.shape[1]))
         owns = uniform(rows.keys, OWN, number)
         drawn = verify.drawn_tree(p, block.q, block.tokens, self.children, tests, owns)
         count, path, own = drawn

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from head_kinds import KINDS
-from helped_heads import Helped, helped
+from helped_heads import Helped
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from spectrain.generator.rules import Typical
@@ -53,7 +53,7 @@ class Unrecorded(Helped):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "sampling, typical",
+    ("sampling", "typical"),
     [
         (Sampling(), None),
         (Sampling(1.0, top_k=20, top_p=0.9, min_p=0.01, seed=1), None),
@@ -68,8 +68,9 @@ def test_a_step_is_the_same_operations_whatever_is_accepted(
     prompts = [torch.randint(3, 380, (n,), generator=generator).repeat(2) for n in (7, 1, 9)]
     head, options = None, WAYS[way]
     if way not in ("plain", "lookup"):
-        watched, _ = helped(tiny, KINDS["eagle3"](tiny, 120), prompts, 24)
-        head = Unrecorded(watched.inner, watched.texts)
+        done = Generator(tiny).generate(prompts, 28, sampling)
+        texts = [p.tolist() + c.tokens for p, c in zip(prompts, done, strict=True)]
+        head = Unrecorded(KINDS["eagle3"](tiny, 300), texts, ranks=(0, 0, 1, None))
     steps, step = [], Run._step
 
     def recorded(self, view, head_view):
@@ -88,6 +89,6 @@ def test_a_step_is_the_same_operations_whatever_is_accepted(
         assert seen == first.setdefault(key, seen)
         compared += seen is not first[key]
     assert compared > 2
-    if way != "plain":
+    if head or (way == "lookup" and sampling.greedy):  # random text repeats nothing
         counts = {count for _, _, row in steps for count in row}
         assert len(counts) > 1, "every step accepted the same"
