@@ -71,6 +71,7 @@ class Generator:
         self.target, self.head, self.typical, self.graphs = target, head, typical, graphs
         self.drafter = _drafter(target, head, draft_tokens, tree, lookup, proposal)
         self.gamma = self.drafter.depth  # most drafts that one step can accept
+        self.drawn = isinstance(self.drafter, Static) and self.drafter.drawn
         self.clock = Clock()
         self._run: Run | None = None
 
