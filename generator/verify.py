@@ -15,8 +15,6 @@ from torch import Tensor
 
 from spectrain.generator.sampling import draw, pick
 
-_TINY = torch.finfo(torch.float32).tiny  # for a q with nothing left: 0 / tiny is 0
-
 
 def greedy(logits: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
     """logits [B, γ+1, V] of the target, drafts [B, γ] → accepted [B], the next token [B].
@@ -111,7 +109,8 @@ def drawn_tree(
             child = below[:, order]
             token = tokens[rows, child.clamp(min=0)][:, None]
             left = left / left.sum(1, keepdim=True)
-            drafted = drafted / drafted.sum(1, keepdim=True).clamp(min=_TINY)
+            # Of a q with nothing left this is 0/0: not above 0, so no child is tested any more.
+            drafted = drafted / drafted.sum(1, keepdim=True)
             p_child, q_child = left.gather(1, token), drafted.gather(1, token)
             tested = ~found[:, None] & (child >= 0)[:, None] & (q_child > 0)
             passed = accept_u[:, level, order, None] * q_child < p_child
