@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from spectrain.generator import verify
-from spectrain.generator.sampling import Sampling, draw
+from spectrain.generator.sampling import draw
 
 # Every chi-square below fails a correct rule once in 10,000 seeds; the seeds are fixed.
 FALSE_ALARM = 1e-4
@@ -90,18 +90,3 @@ def test_acceptance_rate_is_one_minus_total_variation():
     beta = torch.minimum(p, q).sum().item()
     error = (beta * (1 - beta) / draws) ** 0.5
     assert abs(accepted.float().mean().item() - beta) < 5 * error
-
-
-@given(st.integers(0, 1000), st.floats(0.05, 1.0), st.integers(0, 6))
-def test_warp_equals_the_library_s_processors(seed, top_p, top_k):
-    """Temperature, top-k and top-p as `transformers` applies them in plain decoding."""
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))
-    expected = TemperatureLogitsWarper(0.7)(None, logits)
-    if top_k:
-        expected = TopKLogitsWarper(top_k)(None, expected)
-    if top_p < 1:
-        expected = TopPLogitsWarper(top_p)(None, expected)
-    got = Sampling(temperature=0.7, top_k=top_k, top_p=top_p).warp(logits)
-    torch.testing.assert_close(got, expected.softmax(-1))
