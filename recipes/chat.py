@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from pydantic import Field
@@ -111,10 +112,8 @@ def _stats(done: list[Completion], seconds: list[float]) -> str:
 def _typed(ask: Callable[[str], str] = input) -> Iterator[str]:
     """Lines from the terminal, or from a pipe, until the input ends."""
     if sys.stdin.isatty():
-        try:
-            import readline  # noqa: F401  (editing and history, where the platform has it)
-        except ImportError:
-            pass
+        with suppress(ImportError):  # editing and history, where the platform has it
+            import readline  # noqa: F401
     while True:
         try:
             yield ask("> " if sys.stdin.isatty() else "")

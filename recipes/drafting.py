@@ -38,9 +38,9 @@ class DraftingConfig(Config):
     )
     tree: str | None = Field(
         None,
-        description="how to draft: chain; grown, from the head's probabilities; or a JSON file of a "
-        "static tree; default: grown for a head that names a tree, unless draft_tokens is given; "
-        "else chain",
+        description="how to draft: chain; grown, from the head's probabilities; or the JSON file "
+        "of a static tree; default: grown for a head that names a tree, unless draft_tokens is "
+        "given; else chain",
     )
     tree_top_k: int | None = Field(
         None, ge=1, description="nodes of a grown tree expanded at each depth, children of each; "

@@ -25,11 +25,11 @@ from spectrain.generator.completion import Completion
 from spectrain.generator.speculate import Clock, Generator
 from spectrain.generator.text import Growing, text_of
 from spectrain.heads.base import DraftHead
-from spectrain.recipes.drafting import DRAFT_TOKENS, DraftingConfig, SamplingConfig
+from spectrain.recipes.drafting import DraftingConfig, SamplingConfig
 from spectrain.recipes.generate_report import DEFINITIONS, render
 from spectrain.recipes.reply_file import ReplyFile
 
-__all__ = ["DRAFT_TOKENS", "GenerateConfig", "ids_of", "render", "run"]
+__all__ = ["GenerateConfig", "ids_of", "render", "run"]
 
 
 class GenerateConfig(SamplingConfig, DraftingConfig):
