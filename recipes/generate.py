@@ -105,6 +105,15 @@ def run(config: GenerateConfig) -> dict[str, Any]:
         "rule": config.rule(generator),
         "lossy": config.typical and config.temperature > 0,
         "stats": config.stats,
+        "beyond_the_draft": {
+            "positions": head.positions,
+            "prompts": sum(
+                len(prompt) + len(completion.tokens) > head.positions
+                for prompt, completion in zip(prompts, done, strict=True)
+            ),
+        }
+        if head is not None and head.positions
+        else None,
         "cut_by_context": sum(
             len(prompt) + config.max_new_tokens > target.max_length for prompt in prompts
         ),

@@ -47,6 +47,12 @@ def render(report: dict[str, Any]) -> str:
         lines.append(row)
     if report["stats"]:
         lines += _stats(report)
+    beyond = report["beyond_the_draft"]
+    if beyond and beyond["prompts"]:
+        lines.append(
+            f"{beyond['prompts']} prompts went beyond the draft's {beyond['positions']} positions, "
+            "where its guesses are worse"
+        )
     if report["cut_by_context"]:
         lines.append(f"cut short by the target's context: {report['cut_by_context']} prompts")
     for against in report.get("speedup", ()):
