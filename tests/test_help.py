@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from spectrain import cli
 from spectrain.commands.running import split
 from spectrain.core.config import load_config
-from spectrain.recipes import evaluate, generate, prepare, train
+from spectrain.recipes import evaluate, generate, plan, prepare, train
 from spectrain.trainer.settings import DEFAULT_EPOCHS
 
 # command → (recipe module, verb, configuration class)
@@ -24,12 +24,17 @@ RECIPES = {
     **dict.fromkeys(("train-eagle", "train-medusa", "train-mtp", "train-draft"), TRAIN),
     "compare": ("compare", "compare", "CompareConfig"),
     "eval-alpha": ("evaluate", "eval", "EvalConfig"),
+    "plan": ("plan", "plan", "PlanConfig"),
     "generate": ("generate", "generate", "GenerateConfig"),
 }
 CHOICES = {"version", "stage", "kind"}  # they choose the family (commands/train.py)
 NOT_SETTINGS = {"config", "set_", "json", "help"} | CHOICES
 # What a command cannot do without; it has no default.
-REQUIRED = {"eval-alpha": {"store": "store", "head": "head"}, "generate": {"prompt": "text"}}
+REQUIRED = {
+    "eval-alpha": {"store": "store", "head": "head"},
+    "plan": {"store": "store", "head": "head"},
+    "generate": {"prompt": "text"},
+}
 # Defaults that are no value of the flag, as a person reads them.
 IN_WORDS = {
     ("prepare", "prompts"): (prepare.SHIPPED_PROMPTS, "the shipped prompts"),
@@ -39,6 +44,9 @@ IN_WORDS = {
     ("generate", "draft_tokens"): (None, f"up to {generate.DRAFT_TOKENS}"),
     ("generate", "tree"): (None, "grown for EAGLE-2, else chain"),
     ("eval-alpha", "max_draft"): (None, f"up to {evaluate.MAX_DRAFT}"),
+    ("plan", "max_draft"): (None, f"up to {plan.MAX_DRAFT}"),
+    ("plan", "limit"): (None, "all"),
+    ("plan", "out"): (None, "the head's"),
     **{
         (name, "steps"): (None, f"{DEFAULT_EPOCHS:g} epochs")
         for name, recipe in RECIPES.items()
