@@ -31,8 +31,11 @@ def render(report: Mapping[str, Any]) -> str:
     first = report["batches"][0]["costs"]
     lines = [
         f"How to draft with {report['head']} for {report['target']}",
-        f"{report['conversations']} conversations; {first['dtype']}, {first['device']}, "
-        f"{first['threads']} threads, {first['context']} tokens of context",
+        *textwrap.wrap(
+            f"{report['conversations']} conversations; {first['dtype']}, {first['device']}, "
+            f"{first['threads']} threads, {first['context']} tokens of context",
+            WIDTH,
+        ),
     ]
     for measured in report["batches"]:
         lines += ["", *_table(measured), _choice(measured)]
