@@ -9,7 +9,8 @@ usual formula says that knows one α and one draft time (Leviathan et al., arXiv
 
     speedup = (1 − α^(γ+1)) / ((1 − α)(γc + 1))    c = draft step / target step
 
-It takes acceptance as independent and a verification of γ+1 tokens as cheap as one.
+It takes acceptance as independent and a verification of γ+1 tokens as cheap as one. What the engine
+does besides (rules, bookkeeping: about a hundredth of a step) is in neither.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ def plan(
     """Weigh every chain of 0 … longest tokens and, of each size in `nodes`, the fastest of the
     best trees of 2 … longest levels.
 
-    accepted [K][R] is measured (generator/shapes.py). tau: tokens per forward of a shape, where
-    that is known better than as a product over `accepted`.
+    accepted [K][R] is measured (generator/shapes.py); a draft longer than K goes on as at position
+    K. tau: tokens per forward of a shape, where that is known better than as a product over
+    `accepted`, for shapes as deep as `longest`.
     """
     table = continued(accepted, longest)
     tau = tau or (lambda shape: expected(shape, table))
