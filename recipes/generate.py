@@ -65,7 +65,8 @@ def run(config: GenerateConfig) -> dict[str, Any]:
     target, head = config.load()
     require_template(target.tokenizer)
     prompts = [ids_of(target, conversation) for conversation in conversations]
-    generator = config.generator(target, head)
+    way = config.way(target, head, min(config.rows, len(prompts)))
+    generator = config.generator(target, head, way)
     name = head.family if head else "prompt-lookup" if config.lookup else "spectrain-plain"
     file = None
     if config.out:
@@ -90,8 +91,7 @@ def run(config: GenerateConfig) -> dict[str, Any]:
         report = {"methods": {name: summary(done, [seconds], clock)}}
     stops = (*target.stop_ids, *config.stop_ids)
     texts = [text_of(completion, target.tokenizer.decode, stops) for completion in done]
-    way = config.drafting(head)
-    shape = way.get("tree")
+    shape = way.options.get("tree")
     report |= {
         "target": target.name,
         "head": str(config.head) if config.head else None,
@@ -99,7 +99,8 @@ def run(config: GenerateConfig) -> dict[str, Any]:
         "rows": config.rows,
         "temperature": config.temperature,
         "max_new_tokens": config.max_new_tokens,
-        "draft_tokens": way.get("draft_tokens"),
+        "way": str(way),
+        "draft_tokens": way.options.get("draft_tokens"),
         "tree": None if shape is None else shape.model_dump(mode="json"),
         "lookup": config.lookup,
         "rule": config.rule(generator),

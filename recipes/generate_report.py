@@ -7,8 +7,6 @@ from typing import Any
 
 from spectrain.core.show import WIDTH
 from spectrain.evaluation.bootstrap import FEWEST
-from spectrain.heads.tree import TreeDefaults, TreeShape
-from spectrain.recipes.drafting import told
 
 DEFINITIONS = {
     "tau": "tokens committed per target forward, the target's own included; the prefill's first "
@@ -34,7 +32,7 @@ def render(report: dict[str, Any]) -> str:
         f"{report['max_new_tokens']} new tokens, temperature {report['temperature']:g}"
     )
     rule = f", rule: {report['rule']}" if report["rule"] else ""
-    lines.append(f"{_drafted(report)}{rule}")
+    lines.append(f"{report['way']}{rule}")
     lines.append(
         f"{'':<18}{'tokens':>8}{'tokens/s':>10}{'tau':>7}{'draft':>8}{'verify':>8}{'rest':>7}"
     )
@@ -106,18 +104,8 @@ def _one_line(report: dict[str, Any]) -> str:
     lossy = " (LOSSY: typical acceptance)" if report["lossy"] else ""
     return (
         f"\n[{method['tokens']} tokens, {method['tokens_per_second']:.1f} tokens/s{tau}, "
-        f"{_drafted(report)}{lossy}]"
+        f"{report['way']}{lossy}]"
     )
-
-
-def _drafted(report: dict[str, Any]) -> str:
-    tree = report["tree"]
-    way: dict[str, Any] = {"draft_tokens": report["draft_tokens"] or 0}
-    if tree is not None:
-        way["tree"] = (TreeShape if "paths" in tree else TreeDefaults).model_validate(tree)
-    elif report["lookup"] is not None:
-        way["lookup"] = report["lookup"]
-    return told(way)
 
 
 def _verdict(ratio: dict[str, float | None]) -> str:
