@@ -61,7 +61,7 @@ def make_data(corpus):
 
     def make(padding=0, before_load=None, rows=corpus) -> Data:
         def load(places):
-            batch = join([rows[place] for place in places], padding)
+            batch = join([packed([rows[i] for i in row]) for row in places], padding)
             if before_load:
                 before_load(batch)
             return batch
