@@ -101,11 +101,12 @@ class Target:
     ) -> Features:
         """Read tokens [B, n] and return what the target says at each.
 
-        Without a cache: right-padded rows from position 0, with `starts` [B, n] rows of several
-        documents (see Batch), each read as if it were alone. With one: the tokens are written behind
-        the committed prefix of each row (commit them with `cache.commit`). `view` bounds the slots
-        that are looked at (≥ longest prefix + n). A tree gives `depths` [n] or [B, n] (0 for the
-        first level) and `ancestors` [n, n] or [B, n, n]; without them the tokens are a chain.
+        Without a cache: right-padded rows from position 0; `starts` [B, n] where a row has several
+        documents (see Batch), each is then read as if it were alone. With one: the tokens are
+        written behind the committed prefix of each row (commit them with `cache.commit`). `view`
+        bounds the slots that are looked at (≥ longest prefix + n). A tree gives `depths` [n] or
+        [B, n] (0 for the first level) and `ancestors` [n, n] or [B, n, n]; without them the tokens
+        are a chain.
         aux_layers: 0-based decoder layers whose outputs are returned side by side.
         """
         batch, count = tokens.shape

@@ -130,7 +130,7 @@ class FeatureStore:
         """One row for each bin: its conversations one behind the other, padded on the right to the
         longest row; features in the store's dtype. Without `with_aux` the auxiliary states, most of
         the bytes, are not touched."""
-        assert bins and all(bins), "a batch needs rows"
+        assert bins, "a batch needs rows"
         size, longest = len(bins), max(sum(row.length for row in rows) for rows in bins)
         tokens = torch.zeros(size, longest, dtype=torch.int64)
         reply = torch.zeros_like(tokens)
