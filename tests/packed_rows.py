@@ -61,7 +61,22 @@ def numbered(row: list[Batch]) -> list[torch.Tensor]:
     return result
 
 
-def cuts(own: list) -> list[list[list]]:
-    """Ways to put five conversations into rows."""
+@torch.no_grad()
+def require_same_sums(head, own: list[Batch]) -> None:
+    """Five conversations give the same sums and counts one by one and in rows, in any order; `head`
+    is a head or a joint head, and the noise of its training is that of one step."""
+
+    def objective(batch):
+        torch.manual_seed(77)
+        return head.objective(batch)
+
     a, b, c, d, e = own
-    return [[[a, b, c, d, e]], [[e, c, a, b, d]], [[b], [c, a], [e, d]], [[d, a, e], [c, b]]]
+    alone = [objective(one) for one in own]
+    ways = [[a, b, c, d, e]], [[e, c, a, b, d]], [[b], [c, a], [e, d]], [[d, a, e], [c, b]]
+    for extra, bins in enumerate(ways):
+        batch = pack(bins, extra)
+        together = objective(batch)
+        for name in ("loss", "count", "hits", "seen"):
+            expected = sum(getattr(one, name) for one in alone)
+            torch.testing.assert_close(getattr(together, name), expected, atol=1e-3, rtol=1e-5)
+        assert head.counts(batch).tolist() == together.count.tolist()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from accelerate import Accelerator
 from head_kinds import KINDS, STEPS, create
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_rows import cuts, documents, pack
+from packed_rows import documents, pack, require_same_sums
 from tiny_models import make_batch, random_rows
 
 from spectrain.core.batch import Batch, counted
@@ -155,27 +153,11 @@ def test_padding_and_micro_batching_change_nothing(tiny, kind, seed, extra):
 @pytest.mark.parametrize("training", [False, True])
 @settings(max_examples=4, deadline=None)
 @given(st.integers(0, 10_000))
-@torch.no_grad()
 def test_packing_changes_nothing(tiny, kind, training, seed):
     """CASE 22: conversations that share a row give the sums that they give one by one, whoever is
     beside them; in training, too, where some kinds add noise."""
     head = KINDS[kind](tiny, 120).train(training)
-    own = documents(tiny, head, seed)
-
-    def objective(batch):
-        torch.manual_seed(77)  # as in one step of the loop
-        return head.objective(batch)
-
-    alone = [objective(one) for one in own]
-    for place, bins in enumerate(cuts(own)):
-        batch = pack(bins, extra=place)
-        together = objective(batch)
-        for name in ("loss", "count", "hits", "seen"):
-            expected = sum(getattr(one, name) for one in alone)
-            torch.testing.assert_close(getattr(together, name), expected, atol=1e-3, rtol=1e-5)
-        bare = replace(batch, aux=None, last=None)
-        assert head.counts(bare).tolist() == together.count.tolist()
-    assert together.seen[0] == sum(counted(one.reply, 0).sum() for one in own)
+    require_same_sums(head, documents(tiny, head, seed))
 
 
 @every_kind
