@@ -23,7 +23,7 @@ def largest_gap(one, two):
 def test_a_batch_is_the_same_however_it_is_cut(make_head, make_data, fit, tmp_path):
     """CASE 22: eight conversations at once, two, one at a time, in rows of several of them."""
     results = {}
-    ways = {"8": (8, 0), "2": (2, 0), "1": (1, 0), "packed": (2, 70), "one row": (1, 999)}
+    ways = {"8": (8, 0), "2": (2, 0), "1": (1, 0), "packed": (2, 70), "one row": (8, 999)}
     for name, (micro_batch, pack_length) in ways.items():
         head = make_head()
         _, rows = fit(

@@ -112,7 +112,10 @@ def test_ranks_with_unequal_numbers_of_packed_micro_batches(
     def work(accelerator):
         head = make_head()
         settings = TrainerSettings(**options)
-        train(head, make_data(rows=rows), settings, accelerator, tmp_path / "two", {})
+        loads = []
+        data = make_data(rows=rows, before_load=loads.append)
+        train(head, data, settings, accelerator, tmp_path / "two", {})
+        assert len(loads) == 4 * len(parts[accelerator.process_index])
         gap = max(
             (a - b).abs().max().item()
             for a, b in zip(head.parameters(), single.parameters(), strict=True)
