@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
 from spectrain.core import attention, models
-from spectrain.core.batch import Features
+from spectrain.core.batch import Features, positions_of
 from spectrain.core.cache import KVCache, visible_slots
 from spectrain.core.errors import SpectrainError
 from spectrain.core.packing import pack
@@ -97,21 +97,25 @@ class Target:
         view: int | None = None,
         depths: Tensor | None = None,
         ancestors: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> Features:
         """Read tokens [B, n] and return what the target says at each.
 
-        Without a cache: right-padded rows from position 0. With one: the tokens are written behind
-        the committed prefix of each row (commit them with `cache.commit`). `view` bounds the slots
-        that are looked at (≥ longest prefix + n). A tree gives `depths` [n] or [B, n] (0 for the
-        first level) and `ancestors` [n, n] or [B, n, n]; without them the tokens are a chain.
+        Without a cache: right-padded rows from position 0; `starts` [B, n] where a row has several
+        documents (see Batch), each is then read as if it were alone. With one: the tokens are
+        written behind the committed prefix of each row (commit them with `cache.commit`). `view`
+        bounds the slots that are looked at (≥ longest prefix + n). A tree gives `depths` [n] or
+        [B, n] (0 for the first level) and `ancestors` [n, n] or [B, n, n]; without them the tokens
+        are a chain.
         aux_layers: 0-based decoder layers whose outputs are returned side by side.
         """
         batch, count = tokens.shape
-        offset = torch.arange(count, device=tokens.device).expand(batch, count)
         if cache is None:
-            plan = attention.Plan(positions=offset)
+            plan = attention.Plan(positions_of(tokens, starts), starts=starts)
         else:
+            assert starts is None, "a cache holds one document a row"
             start = cache.lengths[:, None]
+            offset = torch.arange(count, device=tokens.device).expand(batch, count)
             positions = start + (offset if depths is None else depths)
             view = view or cache.slots
             cache.reserve(view)

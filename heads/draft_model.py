@@ -183,9 +183,10 @@ class DraftModelHead(DraftHead):
     # ── training face ────────────────────────────────────────────────────────
 
     def unroll(self, batch: Batch, steps: int) -> Iterator[Unrolled]:
-        self._require_room(batch.tokens.shape[1])
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        hidden = self._run(batch.tokens, Plan(positions.expand_as(batch.tokens))).flatten(0, 1)
+        positions = batch.positions
+        if self._longest is not None:
+            self._require_room(int(positions.max()) + 1)
+        hidden = self._run(batch.tokens, Plan(positions, starts=batch.starts)).flatten(0, 1)
         anchors = counted(batch.reply, 0).flatten().nonzero().flatten()
         for step in range(steps):
             rows = (anchors + 1 + step).clamp(max=len(hidden) - 1)
