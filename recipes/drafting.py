@@ -33,6 +33,9 @@ class DraftingConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="number type of target and head; auto: float32 on a CPU"
     )
+    quantize: str | None = Field(
+        None, description="keep the target's weights as int8: faster, and another target"
+    )
     draft_tokens: int | None = Field(
         None,
         ge=1,
@@ -127,7 +130,7 @@ class DraftingConfig(Config):
     def load(self) -> tuple[Target, DraftHead | None]:
         """The target, and the head bound to it."""
         head = load_head(self.head) if self.head else None
-        target = Target.load(self.target, dtype=self.dtype)
+        target = Target.load(self.target, dtype=self.dtype, quantize=self.quantize)
         if head is not None:
             head.check_target(target, str(self.head))
             head.bind(target.readout).to(target.device, target.dtype)

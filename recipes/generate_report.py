@@ -31,6 +31,8 @@ def render(report: dict[str, Any]) -> str:
         f"{report['prompts']} prompts, {report['rows']} at a time, at most "
         f"{report['max_new_tokens']} new tokens, temperature {report['temperature']:g}"
     )
+    if report["quantisation"]:
+        lines.append(f"target with {report['quantisation']} weights: not the same as without")
     rule = f", rule: {report['rule']}" if report["rule"] else ""
     lines.append(f"{report['way']}{rule}")
     lines.append(
