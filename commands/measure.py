@@ -24,7 +24,7 @@ PlanStore, PlanPrompts = options.store(), options.prompts()
 PlanOut = options.out("the head's")
 PlanReply, PlanDraft = options.max_new_tokens("128"), options.max_draft("up to 6")
 Batch = option(
-    list[str], "Batch size; repeat it or separate by commas.", metavar="NUMBER", default="1, 8"
+    list[str], "Batch size; repeat it or separate by commas.", metavar="NUMBER", default="1, 8, 32"
 )
 CompareStore, CompareOut = options.store("runs/store"), options.out("runs/compare")
 Families = option(str, "Only these entries, e.g. eagle3,medusa.", metavar="NAMES", default="all")
@@ -77,7 +77,7 @@ def plan(
     \b
     Measures acceptance and costs, and writes plan.json into the head's folder.
     Example:
-      spectrain plan --head runs/train/head --store runs/store --batch 1,8
+      spectrain plan --head runs/train/head --store runs/store --batch 1,8,32
     """
     given = ctx.params | {"batch": running.split(batch)}
     running.run("plan", "plan", "PlanConfig", given)

@@ -48,8 +48,9 @@ def race(methods: dict[str, Method], prompts: list[Tensor], clocks: dict[str, Cl
     return result
 
 
-def stock(target: Target, max_new_tokens: int) -> Method:
-    """Greedy decoding by `transformers` itself: its own model, cache and loop, nothing of ours."""
+def stock(target: Target, max_new_tokens: int, **options: Any) -> Method:
+    """Greedy decoding by `transformers` itself: its own model, cache and loop, nothing of ours.
+    options: further ones of its generate()."""
     model = library_model(target.name, target.dtype, target.device)
 
     @torch.inference_mode()
@@ -62,6 +63,7 @@ def stock(target: Target, max_new_tokens: int) -> Method:
             max_new_tokens=min(max_new_tokens, target.max_length - len(prompt)),
             eos_token_id=list(target.stop_ids),
             pad_token_id=target.stop_ids[0] if target.stop_ids else None,
+            **options,
         )[0, len(prompt) :].tolist()
         finish = "stop" if tokens and tokens[-1] in target.stop_ids else "length"
         return Completion(tokens, finish, max(0, len(tokens) - 1))

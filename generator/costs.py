@@ -67,8 +67,10 @@ def machine(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
 
 
-def precision(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def precision(target: Target) -> str:
+    """Number type, and how the weights are kept if otherwise: "float32", "float32 int8"."""
+    kept = f" {target.quantisation}" if target.quantisation else ""
+    return str(target.dtype).removeprefix("torch.") + kept
 
 
 @torch.inference_mode()
@@ -140,7 +142,7 @@ def measure(
         for kind in ("verify", "extend", "expand")
     }
     return Costs(
-        dtype=precision(target.dtype),
+        dtype=precision(target),
         device=machine(device),
         threads=torch.get_num_threads(),
         batch=batch,

@@ -1,4 +1,6 @@
-"""`plan.json` in a head's folder: how to draft with it on the machine that it was measured on."""
+"""How to draft with a head on the machine that it was measured on: a file in the head's folder,
+`plan.json`, or `plan-int8.json` for a target with int8 weights.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,12 @@ from spectrain.core.target import Target
 from spectrain.generator.costs import Costs, machine, precision
 from spectrain.heads.tree import TreeShape
 
-PLAN = "plan.json"
 Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def plan_name(quantisation: str | None) -> str:
+    """The file's name: one for each way to keep the target's weights."""
+    return f"plan-{quantisation}.json" if quantisation else "plan.json"
 
 
 class Choice(BaseModel):
@@ -77,7 +83,7 @@ class SavedPlan(BaseModel):
         own = {"target": self.target, "dtype": self.dtype, "device": self.device}
         here = {
             "target": target.fingerprint,
-            "dtype": precision(target.dtype),
+            "dtype": precision(target),
             "device": machine(target.device),
         }
         if target.device.type == "cpu":
@@ -104,7 +110,7 @@ class SavedPlan(BaseModel):
             ) from None
 
     @classmethod
-    def beside(cls, head: Path) -> SavedPlan | None:
-        """The plan in a head's folder (`heads.io.find_head`), or None."""
-        path = head / PLAN
+    def beside(cls, head: Path, target: Target) -> SavedPlan | None:
+        """The plan for this target in a head's folder (`heads.io.find_head`), or None."""
+        path = head / plan_name(target.quantisation)
         return cls.load(path) if path.is_file() else None

@@ -118,7 +118,7 @@ class DraftingConfig(Config):
 
     def _planned(self, target: Target, rows: int) -> TreeShape | None:
         """The choice of `spectrain plan` for this head, if there is one that holds here."""
-        plan = SavedPlan.beside(find_head(self.head))
+        plan = SavedPlan.beside(find_head(self.head), target)
         if plan is None:
             return None
         reason = plan.unfit(target)

@@ -28,7 +28,7 @@ from spectrain.evaluation.plan_report import DEFINITIONS, render
 from spectrain.evaluation.planner import NODES, Plan, Way, plan
 from spectrain.evaluation.ranks import rank_table, walked
 from spectrain.generator import costs
-from spectrain.generator.saved_plan import PLAN, Choice, SavedPlan
+from spectrain.generator.saved_plan import Choice, SavedPlan, plan_name
 from spectrain.heads.base import DraftHead
 from spectrain.heads.io import find_head, load_head
 
@@ -51,7 +51,7 @@ class PlanConfig(Config):
     on_bad_row: Literal["stop", "skip"] = Field("stop", description="at a line that is no prompt")
     max_new_tokens: int = Field(128, ge=2, description="longest reply to a prompt in tokens")
     batch: Annotated[list[int], BeforeValidator(as_list)] = Field(
-        [1, 8], description="batch sizes to plan for"
+        [1, 8, 32], description="batch sizes to plan for"
     )
     max_draft: int | None = Field(
         None,
@@ -65,6 +65,9 @@ class PlanConfig(Config):
     out: Path | None = Field(None, description="folder for plan.json; default: that of the head")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="number type of target and head; auto: float32 on a CPU"
+    )
+    quantize: str | None = Field(
+        None, description="keep the target's weights as int8: faster, and another target"
     )
 
     @field_validator("batch")
@@ -88,7 +91,7 @@ def run(config: PlanConfig) -> dict[str, Any]:
     """Measure, choose, write plan.json; returns the report as plain JSON values."""
     head = load_head(config.head)
     path = _place(config)
-    target = Target.load(config.target, dtype=config.dtype)
+    target = Target.load(config.target, dtype=config.dtype, quantize=config.quantize)
     head.check_target(target, str(config.head))
     head.bind(target.readout).to(target.device, target.dtype)
     longest = _longest(config, head, target)
@@ -137,8 +140,9 @@ def _place(config: PlanConfig) -> Path:
             where=str(config.head),
             fix="give --out FOLDER",
         )
-    require_writable(folder / PLAN)
-    return folder / PLAN
+    path = folder / plan_name(config.quantize)
+    require_writable(path)
+    return path
 
 
 def _longest(config: PlanConfig, head: DraftHead, target: Target) -> int:

@@ -10,7 +10,7 @@ from head_kinds import KINDS
 
 from spectrain.core.errors import SpectrainError
 from spectrain.generator.costs import Costs, machine, precision
-from spectrain.generator.saved_plan import PLAN, Choice, SavedPlan
+from spectrain.generator.saved_plan import Choice, SavedPlan
 from spectrain.heads.io import load_head, save_head
 from spectrain.heads.tree import TreeShape
 
@@ -19,7 +19,7 @@ TWO = ((1, TreeShape.chain(2)), (8, None))
 
 def make(target, choices=TWO, **changes) -> SavedPlan:
     known = {
-        "dtype": precision(target.dtype),
+        "dtype": precision(target),
         "device": machine(target.device),
         "threads": torch.get_num_threads(),
     } | changes
@@ -40,14 +40,14 @@ def make(target, choices=TWO, **changes) -> SavedPlan:
 def test_it_lies_in_a_heads_folder_and_the_head_still_loads(tiny, tmp_path):
     head = KINDS["medusa"](tiny, 120)
     save_head(head, tmp_path / "head")
-    assert SavedPlan.beside(tmp_path / "head") is None
+    assert SavedPlan.beside(tmp_path / "head", tiny) is None
     plan = make(tiny)
-    plan.save(tmp_path / "head" / PLAN)
-    assert SavedPlan.beside(tmp_path / "head") == plan
+    plan.save(tmp_path / "head" / "plan.json")
+    assert SavedPlan.beside(tmp_path / "head", tiny) == plan
     assert load_head(tmp_path / "head").config == head.config
     # A head that is trained anew has another acceptance: the old plan goes with the old head.
     save_head(head, tmp_path / "head")
-    assert SavedPlan.beside(tmp_path / "head") is None
+    assert SavedPlan.beside(tmp_path / "head", tiny) is None
 
 
 def test_the_nearest_batch_size_and_of_two_the_larger(tiny):
@@ -78,7 +78,7 @@ def test_where_it_was_measured_it_fits_and_elsewhere_it_says_why_not(tiny):
     ],
 )
 def test_a_file_that_is_no_plan_is_refused_in_one_line(tiny, tmp_path, change, message):
-    path = tmp_path / PLAN
+    path = tmp_path / "plan.json"
     make(tiny).save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(SpectrainError, match="spectrain plan") as caught:
@@ -88,7 +88,7 @@ def test_a_file_that_is_no_plan_is_refused_in_one_line(tiny, tmp_path, change, m
 
 
 def test_costs_of_another_batch_size_are_refused(tiny, tmp_path):
-    path = tmp_path / PLAN
+    path = tmp_path / "plan.json"
     make(tiny).save(path)
     content = json.loads(path.read_text())
     content["choices"]["4"] = content["choices"].pop("8")
@@ -97,7 +97,7 @@ def test_costs_of_another_batch_size_are_refused(tiny, tmp_path):
         SavedPlan.load(path)
 
 
-def test_half_a_file_is_refused(tmp_path):
-    (tmp_path / PLAN).write_text('{"format": 1')
+def test_half_a_file_is_refused(tiny, tmp_path):
+    (tmp_path / "plan.json").write_text('{"format": 1')
     with pytest.raises(SpectrainError, match="not valid JSON"):
-        SavedPlan.beside(tmp_path)
+        SavedPlan.beside(tmp_path, tiny)

@@ -211,6 +211,7 @@ def test_numbers_are_those_of_the_other_store(four, store, other_store, tiny_pat
 
 def test_the_race_drafts_as_many_tokens_as_asked(four, greedy, tiny_path, out):
     target, prompts = Target.load(str(tiny_path)), greedy[2][:5]
+    differ = []
     for name in ("eagle3", "eagle1", "medusa"):
         head, raced = load(out / name / "head", target), four["race"]["methods"][name]
         runs = {

@@ -18,7 +18,7 @@ from spectrain.data.tokenise import prompt_ids
 from spectrain.evaluation.measure import measure
 from spectrain.evaluation.ranks import rank_table, walked
 from spectrain.generator import costs
-from spectrain.generator.saved_plan import PLAN, SavedPlan
+from spectrain.generator.saved_plan import SavedPlan
 from spectrain.heads.io import load_head, save_head
 from spectrain.heads.tree import TreeShape
 from spectrain.recipes import prepare
@@ -102,7 +102,7 @@ def test_a_perfect_head_drafts_its_longest_where_that_is_free(flags, prompts, tm
     assert (four["batch"], four["choice"]) == (4, "plain")
     assert [way["way"] for way in one["ways"]] == ["plain", "chain 1", "chain 2", "chain 3"]
     assert 3 < one["ways"][3]["tau"] <= 4
-    saved = SavedPlan.load(out / PLAN)
+    saved = SavedPlan.load(out / "plan.json")
     assert saved.for_batch(1) == TreeShape.chain(3)
     assert saved.for_batch(4) is None
     json.dumps(report, allow_nan=False)
@@ -129,7 +129,7 @@ def test_stored_greedy_replies_are_walked(flags, tiny, tiny_path, tmp_path, inje
     for way in report["batches"][0]["ways"]:
         assert way["tau"] == pytest.approx(tau(TreeShape(paths=way["paths"])))
     # The plan lies in the head's folder, and the head can still be loaded from there.
-    saved = SavedPlan.beside(tmp_path / "head")
+    saved = SavedPlan.beside(tmp_path / "head", tiny)
     assert saved.unfit(tiny) is None
     assert load_head(flags["head"]).config == head.config
 
@@ -149,7 +149,7 @@ def test_it_runs_with_measured_costs_and_writes_what_it_says(flags, prompts, tmp
     report = plan(flags | prompts, batch=[2], repeats=1, limit=3)
     (measured,) = report["batches"]
     (best,) = [way for way in measured["ways"] if way["way"] == measured["choice"]]
-    saved = SavedPlan.load(tmp_path / "head" / PLAN)
+    saved = SavedPlan.load(tmp_path / "head" / "plan.json")
     tree = saved.for_batch(2)
     assert (tree.paths if tree else ()) == tuple(map(tuple, best["paths"]))
     assert report["conversations"] == 3
