@@ -5,9 +5,9 @@
 
 1. verify(n): one target forward over n tokens behind a context, against n = 1; a draft step.
 2. One prompt at a time, greedily, all ways in turn on the same prompts: the head as
-   `spectrain plan` chose (if it has a plan), as a chain, prompt lookup and plain decoding by this engine;
-   `transformers` plain and with its own prompt lookup. Ids are compared. Speedups are of tokens a
-   second over all prompts with a bootstrap interval, and quartiles over the prompts.
+   `spectrain plan` chose (if it has a plan), as a chain, prompt lookup and plain decoding by this
+   engine; `transformers` plain and with its own prompt lookup. Ids are compared. Speedups are of
+   tokens a second over all prompts with a bootstrap interval, and quartiles over the prompts.
 3. The same with the target's weights quantised (no `transformers` there: it runs another target).
 4. Batches: so many prompts at a time, plain and as planned in turn, `--repeats` times; medians.
 """
