@@ -183,6 +183,7 @@ class Generator:
                 last.clock.clear()
                 last.retire(list(range(rows)))
                 return last
+        self._run = last = None  # its caches are freed before new ones are made
         run = Run(self.target, drafter, rules, sorted(ends.ids), rows, slots, self.graphs)
         self._run = run if on_gpu else None
         return run
