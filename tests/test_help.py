@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from spectrain import cli
 from spectrain.commands.running import split
 from spectrain.core.config import load_config
-from spectrain.recipes import evaluate, generate, prepare, train
+from spectrain.recipes import drafting, evaluate, prepare, train
 from spectrain.trainer.settings import DEFAULT_EPOCHS
 
 # command → (recipe module, verb, configuration class)
@@ -25,6 +25,7 @@ RECIPES = {
     "compare": ("compare", "compare", "CompareConfig"),
     "eval-alpha": ("evaluate", "eval", "EvalConfig"),
     "generate": ("generate", "generate", "GenerateConfig"),
+    "chat": ("chat", "chat", "ChatConfig"),
 }
 CHOICES = {"version", "stage", "kind"}  # they choose the family (commands/train.py)
 NOT_SETTINGS = {"config", "set_", "json", "help"} | CHOICES
@@ -36,8 +37,15 @@ IN_WORDS = {
     ("prepare", "limit"): (None, "all"),
     ("generate", "limit"): (None, "all"),
     ("compare", "families"): (None, "all"),
-    ("generate", "draft_tokens"): (None, f"up to {generate.DRAFT_TOKENS}"),
-    ("generate", "tree"): (None, "grown for EAGLE-2, else chain"),
+    **{
+        (name, key): (None, words)
+        for name in ("generate", "chat")
+        for key, words in (
+            ("draft_tokens", f"up to {drafting.DRAFT_TOKENS}"),
+            ("tree", "grown for EAGLE-2, else chain"),
+            ("proposal", "drawn for chains, else top-k"),
+        )
+    },
     ("eval-alpha", "max_draft"): (None, f"up to {evaluate.MAX_DRAFT}"),
     **{
         (name, "steps"): (None, f"{DEFAULT_EPOCHS:g} epochs")
@@ -94,7 +102,7 @@ def test_one_word_has_one_meaning():
     meanings: dict[str, set] = {}
     for name in commands():
         for option in options_of(name).values():
-            if (name, option.name) != ("generate", "head"):
+            if option.name != "head" or name not in ("generate", "chat"):
                 text = option.help.split("  [default")[0]
                 single = text.split("; repeat it")[0].rstrip(".")
                 meanings.setdefault(option.opts[-1], set()).add(single)
@@ -114,7 +122,7 @@ def test_shown_defaults_are_the_real_ones(name):
         shown, real = shown_default(options_of(name)[key]), getattr(plain, key)
         if (name, key) in IN_WORDS:
             assert (real, shown) == IN_WORDS[name, key]
-        elif real is None or real is False:
+        elif real is None or real is False or real == ():
             assert shown is None, key
         else:
             assert shown is not None, key
