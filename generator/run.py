@@ -29,9 +29,9 @@ from spectrain.generator.replay import Replay
 from spectrain.generator.rows import Rows
 from spectrain.generator.rules import Rules
 
-# The cache is looked at in views of whole multiples of this, so that shapes repeat. On a GPU a shape
-# is a graph to capture, which takes as long as dozens of steps; reading a few hundred slots more is
-# little beside the weights.
+# The cache is looked at in views of whole multiples of this, so that shapes repeat. On a GPU every
+# shape is a graph to capture, which takes as long as dozens of steps; a few hundred slots more to
+# read are little beside the weights.
 _VIEW, _GPU_VIEW = 64, 512
 
 

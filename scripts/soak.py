@@ -22,6 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -218,10 +219,8 @@ def describe(case: Case) -> str:
 def held() -> dict[str, float]:
     """Resident memory after everything that is free went back, in MB; live tensors."""
     gc.collect()
-    try:
+    with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):  # another C library
-        pass
     tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
     return {"rss_mb": round(psutil.Process().memory_info().rss / 1e6, 1), "tensors": tensors}
 

@@ -1,4 +1,4 @@
-"""A CUDA graph on a CPU: the operations of a step, recorded once and done again on the same tensors.
+"""A CUDA graph on a CPU: a step's operations, recorded once and done again on the same tensors.
 
 As with the real one, Python does not run again: numbers it knew at the capture stay as they were,
 and tensors are found where they lay then.

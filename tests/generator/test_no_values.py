@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spectrain.core.target import Target
-from spectrain.generator.run import Run
 from spectrain.generator.rules import Rules, Typical
+from spectrain.generator.run import Run
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Generator
 from spectrain.heads.tree import TreeDefaults, TreeShape

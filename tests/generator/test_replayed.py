@@ -23,7 +23,10 @@ WAYS = {
 }
 SAMPLED = Sampling(0.9, top_k=30, top_p=0.95, repetition_penalty=1.2, min_new_tokens=4, seed=2)
 HEADLESS = {"plain": {}, "lookup": {"lookup": 2, "draft_tokens": 3}}
-SETTINGS = [(kind, way) for kind in KINDS for way in WAYS]
+# Families and variants that draft in their own way; the others differ in training.
+DRAFTING = ("eagle1", "eagle3", "eagle3-two-layers", "draft", "medusa", "mtp-parallel")
+DRAFTING += ("mtp-sequential", "mtp-sequential-shared")
+SETTINGS = [(kind, way) for kind in DRAFTING for way in WAYS]
 SETTINGS += [(None, way) for way in HEADLESS]
 
 
