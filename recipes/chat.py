@@ -18,7 +18,7 @@ from spectrain.evaluation.race import summary
 from spectrain.generator.completion import Completion
 from spectrain.generator.speculate import Generator
 from spectrain.generator.text import Growing, text_of
-from spectrain.recipes.drafting import DraftingConfig, SamplingConfig, told
+from spectrain.recipes.drafting import DraftingConfig, SamplingConfig
 from spectrain.recipes.generate import ids_of
 
 HELP = "/reset begins anew, /stats shows the last reply's numbers, /exit ends (so does Ctrl-D)"
@@ -38,9 +38,10 @@ def run(config: ChatConfig, lines: Iterator[str] | None = None) -> dict[str, Any
     """
     target, head = config.load()
     require_template(target.tokenizer)
-    generator = config.generator(target, head)
+    way = config.way(target, head)
+    generator = config.generator(target, head, way)
     lossy = "; LOSSY: typical acceptance" if config.typical and config.temperature else ""
-    print(f"{target.name}, {told(config.drafting(head))}{lossy}. {HELP}", file=sys.stderr)
+    print(f"{target.name}, {way}{lossy}. {HELP}", file=sys.stderr)
     opening = [{"role": "system", "content": config.system}] if config.system else []
     messages, done, seconds = list(opening), [], []
     for line in _typed() if lines is None else lines:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from spectrain import cli
 from spectrain.commands.running import split
 from spectrain.core.config import load_config
-from spectrain.recipes import drafting, evaluate, prepare, train
+from spectrain.recipes import drafting, evaluate, plan, prepare, train
 from spectrain.trainer.settings import DEFAULT_EPOCHS
 
 # command → (recipe module, verb, configuration class)
@@ -24,13 +24,18 @@ RECIPES = {
     **dict.fromkeys(("train-eagle", "train-medusa", "train-mtp", "train-draft"), TRAIN),
     "compare": ("compare", "compare", "CompareConfig"),
     "eval-alpha": ("evaluate", "eval", "EvalConfig"),
+    "plan": ("plan", "plan", "PlanConfig"),
     "generate": ("generate", "generate", "GenerateConfig"),
     "chat": ("chat", "chat", "ChatConfig"),
 }
 CHOICES = {"version", "stage", "kind"}  # they choose the family (commands/train.py)
 NOT_SETTINGS = {"config", "set_", "json", "help"} | CHOICES
 # What a command cannot do without; it has no default.
-REQUIRED = {"eval-alpha": {"store": "store", "head": "head"}, "generate": {"prompt": "text"}}
+REQUIRED = {
+    "eval-alpha": {"store": "store", "head": "head"},
+    "plan": {"store": "store", "head": "head"},
+    "generate": {"prompt": "text"},
+}
 # Defaults that are no value of the flag, as a person reads them.
 IN_WORDS = {
     ("prepare", "prompts"): (prepare.SHIPPED_PROMPTS, "the shipped prompts"),
@@ -42,11 +47,14 @@ IN_WORDS = {
         for name in ("generate", "chat")
         for key, words in (
             ("draft_tokens", f"up to {drafting.DRAFT_TOKENS}"),
-            ("tree", "grown for EAGLE-2, else chain"),
+            ("tree", "as planned, else grown for EAGLE-2, else chain"),
             ("proposal", "drawn for chains, else top-k"),
         )
     },
     ("eval-alpha", "max_draft"): (None, f"up to {evaluate.MAX_DRAFT}"),
+    ("plan", "max_draft"): (None, f"up to {plan.MAX_DRAFT}"),
+    ("plan", "limit"): (None, "all"),
+    ("plan", "out"): (None, "the head's"),
     **{
         (name, "steps"): (None, f"{DEFAULT_EPOCHS:g} epochs")
         for name, recipe in RECIPES.items()

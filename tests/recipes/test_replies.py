@@ -15,7 +15,7 @@ from spectrain.recipes.generate import GenerateConfig, run
 from spectrain.recipes.generate_report import accepted_by_depth, render
 from spectrain.recipes.reply_file import PART, REPLIES, ReplyFile
 
-WORDS = "one two three four five six seven eight nine ten".split()
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
 @pytest.fixture(autouse=True)
