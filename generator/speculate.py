@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -176,7 +176,9 @@ class Generator:
         # A row may end with d tokens too many, and goes on writing blocks while others live.
         spare = drafter.depth + max(drafter.width, drafter.room) + 1
         longest = max(len(p) + limit for p, limit in zip(prompts, limits, strict=True))
-        slots, rules = longest + spare, Rules(sampling, self.typical)
+        # The steps are the same whatever the seed and the strings: what was captured serves on.
+        of_steps = replace(sampling, seed=0, stop_strings=())
+        slots, rules = longest + spare, Rules(of_steps, self.typical)
         on_gpu = self.target.device.type == "cuda"
         if on_gpu:
             slots = -(-slots // _SLOTS) * _SLOTS
@@ -185,6 +187,7 @@ class Generator:
                 last.clock.clear()
                 last.retire(list(range(rows)))
                 return last
+        self._run = last = None  # its caches are freed before new ones are made
         run = Run(self.target, drafter, rules, sorted(ends.ids), rows, slots, self.graphs)
         self._run = run if on_gpu else None
         return run
