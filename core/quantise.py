@@ -1,7 +1,8 @@
 """Linear layers whose weights are kept in few bits: y = x Wᵀ + b with rounded W.
 
-int8: W[o] ≈ scale[o] · q[o]. int4: for each 32 inputs W ≈ scale · (q − 8) + zero; the output layer,
-where rounding costs most and the time saved is small, is kept as int8 then.
+int8: W[o] ≈ scale[o] · q[o]. int4: for each 32 inputs W ≈ scale · (q − 8) + zero; the output layer
+is kept as int8 then (as int4 it cost more than it saved). What both cost is in docs/LOG.md: int8
+next to nothing, int4 little for weights that came from a Q4_1 file and much for others.
 
 A pass over a few tokens waits for the weights to be read; these are a quarter of float32's bytes,
 or 5/32. The products are torch's own operators for them, which multiply bfloat16 inputs: casts are
