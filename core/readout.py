@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.core.packing import PackedLinear, can_pack
-from spectrain.core.quantise import QuantisedLinear, fits
+from spectrain.core.quantise import Int8Linear
 
 
 class Readout:
@@ -57,7 +57,7 @@ class Readout:
             self._lm_head = PackedLinear(linear)
 
     def quantise(self) -> None:
-        """Keep the output layer as int8 for `logits`; the plain weight, which an embedding may
-        share, stays as it is for `rows`."""
-        if fits(self._lm_head):
-            self._lm_head = QuantisedLinear(self._lm_head)
+        """Keep the output layer as int8 for `logits`, also beside a decoder of int4; the plain
+        weight, which an embedding may share, stays as it is for `rows`."""
+        if Int8Linear.fits(self._lm_head):
+            self._lm_head = Int8Linear(self._lm_head)

@@ -31,7 +31,7 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
-        self.quantisation: str | None = None  # how the weights are kept: as loaded, or "int8"
+        self.quantisation: str | None = None  # how the weights are kept: as loaded, or a kind
         self.config = model.config.get_text_config(decoder=True)
         self.decoder = model.get_decoder()
         if not hasattr(self.decoder, "layers"):
@@ -71,7 +71,7 @@ class Target:
         LoRA adapter stands for its base model with the adapter merged in.
 
         dtype "auto": the checkpoint's own on a GPU, float32 on a CPU. pack_weights lays the linear
-        layers out for the CPU kernels (inference only). quantize "int8" keeps them as int8
+        layers out for the CPU kernels (inference only). quantize "int8" or "int4" keeps them so
         (inference only): what the target says is then that of the rounded weights, heads of the
         unrounded one fit it. Raises SpectrainError when the model cannot be had or does not behave
         as this adapter assumes.

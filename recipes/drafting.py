@@ -36,7 +36,9 @@ class DraftingConfig(Config):
         "auto", description="number type of target and head; auto: float32 on a CPU"
     )
     quantize: str | None = Field(
-        None, description="keep the target's weights as int8: faster, and another target"
+        None,
+        description="keep the target's weights as int8 or int4: faster, and another target (int4 "
+        "may be a much worse one)",
     )
     draft_tokens: int | None = Field(
         None,

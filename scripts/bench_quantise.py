@@ -2,8 +2,8 @@
 
     python scripts/bench_quantise.py [--target smollm2-135m] [--store FOLDER] [--limit 20]
 
-1. verify(n): one target forward over n tokens behind a context, for float32, bfloat16 and int8.
-   The variants take turns, so that another process on the machine slows all of them.
+1. verify(n): one target forward over n tokens behind a context, for float32, bfloat16, int8 and
+   int4. The variants take turns, so that another process on the machine slows all of them.
 2. With a store: perplexity of its held-out replies by each, how often the argmax is the stored
    one, and the mean KL divergence from float32, in nats a token.
 """
@@ -24,6 +24,7 @@ VARIANTS = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "quantize": "int8"},
+    "int4": {"dtype": "float32", "quantize": "int4"},
 }
 
 

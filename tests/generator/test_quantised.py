@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import make_head
+from tiny_models import make_head, save_tiny
 
-from spectrain.core.quantise import MANY_ROWS
+from spectrain.core.quantise import KINDS, MANY_ROWS
 from spectrain.core.target import Target
 from spectrain.generator.speculate import Generator
 
 
 @pytest.fixture(scope="module")
-def quantised(tiny_path):
-    return Target.load(str(tiny_path), quantize="int8")
+def plain_path(tmp_path_factory, tokenizer):
+    """A tiny target all of whose layers fit both kinds."""
+    return save_tiny(tmp_path_factory.mktemp("target") / "wide", tokenizer, hidden_size=64)
+
+
+@pytest.fixture(scope="module")
+def plain(plain_path):
+    return Target.load(str(plain_path), pack_weights=False)
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def quantised(plain_path, request):
+    return Target.load(str(plain_path), quantize=request.param)
 
 
 @torch.inference_mode()
@@ -29,10 +40,10 @@ def by_hand(target, prompt, new):
 
 
 @pytest.mark.parametrize("gamma", [1, 4])
-def test_greedy_is_the_quantised_target_s_own(quantised, tiny, gamma):
+def test_greedy_is_the_quantised_target_s_own(quantised, plain, gamma):
     """By a head made for the plain target. The texts stay below MANY_ROWS, where rounding does not
     depend on how many rows are read; attention's own is far below the gaps between logits."""
-    head = make_head(tiny, steps=4, wild=False)
+    head = make_head(plain, steps=4, wild=False)
     head.check_target(quantised, "a head of the plain target")
     generator = Generator(quantised, head.bind(quantised.readout), gamma)
     seeded = torch.Generator().manual_seed(1)
@@ -42,7 +53,7 @@ def test_greedy_is_the_quantised_target_s_own(quantised, tiny, gamma):
         got = generator.generate([prompt], 24)[0]
         assert size + 24 < MANY_ROWS
         assert got.tokens == by_hand(quantised, prompt, 24)
-        differs += got.tokens != by_hand(tiny, prompt, 24)
+        differs += got.tokens != by_hand(plain, prompt, 24)
         accepted += sum(run * times for run, times in got.runs.items())
     assert accepted > 0, "nothing was ever accepted: the accepting path was not tested"
     assert differs > 0, "the plain target says the same everywhere: nothing was shown"
