@@ -181,7 +181,7 @@ def test_how_it_drafts_is_decided_and_told(flags, tiny, tmp_path):
 
 
 def test_static_trees(flags, tiny, tmp_path, capsys):
-    """By assumption without a plan, by what was measured with one, and from a file; the same ids."""
+    """By assumption without a plan, as measured with one, and from a file; the same ids."""
     head = tmp_path / "head"
 
     def paths(**changes):
