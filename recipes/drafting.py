@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from spectrain.core.config import Config, as_list
 from spectrain.core.errors import SpectrainError
 from spectrain.core.packing import pack
+from spectrain.core.quantise import quantise
 from spectrain.core.target import Target
 from spectrain.generator.rules import Typical
 from spectrain.generator.sampling import Sampling
@@ -152,8 +153,7 @@ class DraftingConfig(Config):
         target = Target.load(self.target, dtype=self.dtype, quantize=self.quantize)
         if head is not None:
             head.check_target(target, str(self.head))
-            head.bind(target.readout).to(target.device, target.dtype)
-            pack(head)
+            make_ready(head, target)
         return target, head
 
     def generator(self, target: Target, head: DraftHead | None, way: Way) -> Generator:
@@ -169,6 +169,16 @@ class DraftingConfig(Config):
         if self.typical:
             return f"typical, LOSSY (ε {self.typical_epsilon:g}, δ {self.typical_delta:g})"
         return f"sampling, {'drawn' if generator.drawn else 'top-k'}"
+
+
+def make_ready(head: DraftHead, target: Target) -> None:
+    """Bind the head to its target and lay its layers out for decoding. With a quantised target they
+    become int8, too: drafting must stay cheap beside it, and a guess may be rounded."""
+    head.bind(target.readout).to(target.device, target.dtype)
+    if target.quantisation:
+        quantise(head, "int8")
+    else:
+        pack(head)
 
 
 class SamplingConfig(Config):

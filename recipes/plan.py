@@ -16,7 +16,6 @@ from spectrain.core.config import Config, as_list
 from spectrain.core.environment import describe
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import require_writable
-from spectrain.core.packing import pack
 from spectrain.core.target import Target
 from spectrain.data.conversations import read_conversations
 from spectrain.data.shard import RowInfo
@@ -31,6 +30,7 @@ from spectrain.generator import costs
 from spectrain.generator.saved_plan import Choice, SavedPlan, plan_name
 from spectrain.heads.base import DraftHead
 from spectrain.heads.io import find_head, load_head
+from spectrain.recipes.drafting import make_ready
 
 MAX_DRAFT = 6
 # Of a position that was reached less often the ranks are chance; the one before it goes on instead.
@@ -93,7 +93,7 @@ def run(config: PlanConfig) -> dict[str, Any]:
     path = _place(config)
     target = Target.load(config.target, dtype=config.dtype, quantize=config.quantize)
     head.check_target(target, str(config.head))
-    head.bind(target.readout).to(target.device, target.dtype)
+    make_ready(head, target)
     longest = _longest(config, head, target)
 
     source, rows = _rows(config, target, head)
@@ -110,7 +110,6 @@ def run(config: PlanConfig) -> dict[str, Any]:
     # Text that the target did not write itself would cut the walks short where it differs.
     tau = walked(conversations) if greedy else None
 
-    pack(head)
     plans, measured = {}, {}
     for batch in config.batch:
         measured[batch] = _costs(config, target, head, batch, longest)

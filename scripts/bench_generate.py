@@ -159,10 +159,10 @@ def in_batches(target, head, prompts, options, rows: int) -> dict:
 def main() -> None:
     options = arguments()
     settle()
-    from spectrain.core.packing import pack
     from spectrain.core.target import Target
     from spectrain.data.conversations import read_conversations
     from spectrain.heads.io import load_head
+    from spectrain.recipes.drafting import make_ready
     from spectrain.recipes.generate import ids_of
     from spectrain.recipes.prepare import SHIPPED_PROMPTS
 
@@ -172,8 +172,7 @@ def main() -> None:
         target = Target.load(options.target, quantize=kind)
         head = load_head(options.head, device=target.device)
         head.check_target(target, options.head)
-        head.bind(target.readout)
-        pack(head)
+        make_ready(head, target)
         prompts = [ids_of(target, conversation) for conversation in found[: options.limit]]
         report["prompts"] = len(prompts)
         own = {"costs": costs(target, head, options)}

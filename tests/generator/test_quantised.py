@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from head_kinds import KINDS as HEADS
+from helped_heads import helped
 from tiny_models import make_head, save_tiny
 
 from spectrain.core.quantise import KINDS, MANY_ROWS
 from spectrain.core.target import Target
 from spectrain.generator.speculate import Generator
+from spectrain.recipes.drafting import make_ready
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +60,18 @@ def test_greedy_is_the_quantised_target_s_own(quantised, plain, gamma):
         accepted += sum(run * times for run, times in got.runs.items())
     assert accepted > 0, "nothing was ever accepted: the accepting path was not tested"
     assert differs > 0, "the plain target says the same everywhere: nothing was shown"
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_are_quantised_with_their_target(quantised, plain, kind):
+    """Every family: its guesses are rounded, the tokens are the target's all the same."""
+    seeded = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, 380, (size,), generator=seeded) for size in (9, 1, 20)]
+    head = HEADS[kind](plain, 300)
+    head.check_target(quantised, "a head of the plain target")
+    make_ready(head, quantised)
+    assert any(isinstance(part, KINDS["int8"]) for part in head.modules())
+    watched, truths = helped(quantised, head, prompts, 16)
+    got = Generator(quantised, watched, min(3, head.longest_draft)).generate(prompts, 16)
+    assert [c.tokens for c in got] == truths
+    assert sum(c.committed - c.forwards for c in got) > 5
