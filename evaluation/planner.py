@@ -22,6 +22,7 @@ from spectrain.generator.costs import Costs
 from spectrain.generator.shapes import Accepted, best_tree, expected
 from spectrain.heads.tree import TreeShape
 
+WORTH = 1.05  # a way to draft is chosen when it promises so many times plain decoding's speed
 NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -97,7 +98,9 @@ def plan(
         if grown:
             trees.append(max((weigh(f"tree {size}", s) for s in grown), key=_rank))
     ways = (*chains, *trees)
-    return Plan(ways, max(ways, key=_rank))
+    best = max(ways, key=_rank)
+    # The promise leaves the engine's bookkeeping out, and times waver: a small one is no promise.
+    return Plan(ways, best if best.speedup >= WORTH else chains[0])
 
 
 def _rank(way: Way) -> tuple:
