@@ -55,7 +55,8 @@ class Static(Drafter):
         self.ancestors = (
             None if shape.is_chain else ancestors_of(self.parents[None], shape.depth)[0]
         )
-        self.children = _children(shape, device)
+        children, self._widths = verify.children_of(shape.parents)
+        self.children = children.to(device)
         self._levels = [_level(shape, depth, drawn, device) for depth in range(shape.depth)]
 
     def draft(self, rows: Rows, rules: Rules, view: int, timed: Timed) -> Block:
@@ -100,8 +101,9 @@ class Static(Drafter):
         number = rows.new[:, None] + 1 + torch.arange(self.depth + 1, device=p.device)
         tests = uniform(rows.keys, ACCEPT, several(number[:, :-1], self.children.shape[1]))
         owns = uniform(rows.keys, OWN, number)
-        drawn = verify.drawn_tree(p, block.q, block.tokens, self.children, tests, owns)
-        count, path, own = drawn
+        count, path, own = verify.drawn_tree(
+            p, block.q, block.tokens, self.children, self._widths, tests, owns
+        )
         return self._accepted(block, count, own, path)
 
 
@@ -141,13 +143,3 @@ def _level(shape: TreeShape, depth: int, drawn: bool, device: torch.device) -> L
 
     within = [level.index(node) for node in nodes]
     return Level(tensor(list(nodes)), tensor(within), tensor(above), most, tensor(places))
-
-
-def _children(shape: TreeShape, device: torch.device) -> Tensor:
-    """[M, c] children of every node in order, −1 where there is none."""
-    rows: list[list[int]] = [[] for _ in range(shape.nodes + 1)]
-    for node, parent in enumerate(shape.parents[1:], start=1):
-        rows[parent].append(node)
-    most = max(1, shape.most_children)
-    padded = [own + [-1] * (most - len(own)) for own in rows]
-    return torch.tensor(padded, device=device)
