@@ -46,6 +46,7 @@ for command in (
     train.train_draft,
     measure.eval_alpha,
     generate.generate,
+    generate.chat,
     measure.compare,
     prepare.targets,
 ):

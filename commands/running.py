@@ -20,7 +20,8 @@ def run(recipe: str, verb: str, config_class: str, given: Mapping[str, Any]) -> 
     """
     flags = dict(given)
     file, overrides, json = (flags.pop(name) for name in ("config", "set_", "json"))
-    with one_line_errors(goes_on=verb in GO_ON):
+    kept = verb == "generate" and flags.get("out") and not flags.get("compare")
+    with one_line_errors(goes_on=verb in GO_ON or bool(kept)):
         from spectrain.core.config import load_config
         from spectrain.core.files import require_writable
 

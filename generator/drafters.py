@@ -9,7 +9,7 @@ A drafter keeps its head's state. A step calls `draft` (the head first reads wha
 committed) and `accept`; both are tensor operations whose shapes do not depend on values.
 
 B batch, A admitted rows, M tokens in a block (the root, which is the token the target chose last,
-and what was drafted), d longest draft, V vocabulary.
+and what was drafted), N nodes up to the last that has children, d longest draft, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Block:
 
     tokens [B, M] · depths [M] or [B, M] below the root · parents [M] or [B, M], the root is its own
     ancestors [M, M] or [B, M, M] bool, n's path from the root and n itself; None: a chain
-    q [B, M, V]: what the children of each node were drawn from; None: they are the likeliest
+    q [B, N, V]: what the children of the first N nodes were drawn from; None: they are the
+    likeliest, and those behind have none
     """
 
     tokens: Tensor

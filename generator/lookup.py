@@ -67,7 +67,7 @@ class Seen:
         self._read = 1
 
     def after(self, text: Sequence[int], count: int) -> list[int]:
-        """At most `count` tokens of what follows the last earlier occurrence of the longest known end of the text."""
+        """At most `count` tokens that followed the longest end of the text that was seen before."""
         for end in range(self._read, len(text)):
             for n in range(1, min(self.ngram, end) + 1):
                 self._next[tuple(text[end - n : end])] = end

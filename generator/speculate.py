@@ -71,6 +71,7 @@ class Generator:
         self.target, self.head, self.typical, self.graphs = target, head, typical, graphs
         self.drafter = _drafter(target, head, draft_tokens, tree, lookup, proposal)
         self.gamma = self.drafter.depth  # most drafts that one step can accept
+        self.drawn = isinstance(self.drafter, Static) and self.drafter.drawn
         self.clock = Clock()
         self._run: Run | None = None
 
@@ -98,10 +99,10 @@ class Generator:
         max_new_tokens: int,
         sampling: Sampling | None = None,
         rows: int | None = None,
-        first: int = 0,
+        numbers: Sequence[int] | None = None,
     ) -> Iterator[Progress]:
-        """As `generate`, telling of every reply after each step; first: number of the first prompt,
-        which together with the seed decides what is drawn for it."""
+        """As `generate`, telling of every reply after each step. numbers: those of the prompts
+        (None: 0, 1, 2 …), which together with the seed decide what is drawn for each."""
         sampling = sampling or Sampling()
         limits = self._limits(prompts, max_new_tokens)
         waiting = deque(index for index, limit in enumerate(limits) if limit)
@@ -128,7 +129,8 @@ class Generator:
             if waiting and free:
                 places = free[: len(waiting)]
                 chosen = [waiting.popleft() for _ in places]
-                keys = [row_key(sampling.seed, first + index) for index in chosen]
+                known = [index if numbers is None else numbers[index] for index in chosen]
+                keys = [row_key(sampling.seed, number) for number in known]
                 tokens = run.admit(places, [prompts[index] for index in chosen], keys)
                 for place, index, token in zip(places, chosen, tokens, strict=True):
                     work[place], results[index] = index, Completion()

@@ -56,7 +56,7 @@ class Static(Drafter):
             None if shape.is_chain else ancestors_of(self.parents[None], shape.depth)[0]
         )
         children, self._widths = verify.children_of(shape.parents)
-        self.children = children.to(device)
+        self._children = children.to(device)
         self._levels = [_level(shape, depth, drawn, device) for depth in range(shape.depth)]
 
     def draft(self, rows: Rows, rules: Rules, view: int, timed: Timed) -> Block:
@@ -88,10 +88,11 @@ class Static(Drafter):
         return drawn.flatten(1)
 
     def _of_nodes(self, q: list[Tensor]) -> Tensor | None:
-        """Per level [B, m, V] → [B, M, V], zeros for nodes without children."""
+        """Per level [B, m, V] → [B, N, V] of the first N nodes, the last of which has children;
+        zeros for those among them without."""
         if not q:
             return None
-        spread = q[0].new_zeros(len(q[0]), self.width, q[0].shape[-1])
+        spread = q[0].new_zeros(len(q[0]), max(self.shape.parents) + 1, q[0].shape[-1])
         return spread.index_copy(1, torch.cat([lv.nodes for lv in self._levels]), torch.cat(q, 1))
 
     def accept(self, logits: Tensor, block: Block, rows: Rows, rules: Rules) -> Accepted:
@@ -99,11 +100,10 @@ class Static(Drafter):
             return super().accept(logits, block, rows, rules)
         p = rules.sampling.warp(logits)
         number = rows.new[:, None] + 1 + torch.arange(self.depth + 1, device=p.device)
-        tests = uniform(rows.keys, ACCEPT, several(number[:, :-1], self.children.shape[1]))
+        tests = uniform(rows.keys, ACCEPT, several(number[:, :-1], self._children.shape[1]))
         owns = uniform(rows.keys, OWN, number)
-        count, path, own = verify.drawn_tree(
-            p, block.q, block.tokens, self.children, self._widths, tests, owns
-        )
+        tree = block.tokens, self._children, self._widths
+        count, path, own = verify.drawn_tree(p, block.q, *tree, tests, owns)
         return self._accepted(block, count, own, path)
 
 

@@ -1,6 +1,6 @@
 """Verification rules; pure functions, no model inside.
 
-B batch, γ tokens of a drafted chain, M nodes of a tree (the root is node 0), d its levels below the
+B batch, M nodes of a tree (the root is node 0), d its levels below the
 root, c most children of a node, V vocabulary. Every rule but `typical` leaves the target's output
 distribution as it is (for chains Leviathan et al. 2211.17192, Chen et al. 2302.01318; for trees of
 drawn children SpecInfer 2305.09781, without replacement Sequoia 2402.12374).

@@ -6,8 +6,8 @@ with the head, by the same engine without it, and by `transformers` itself.
 
 from __future__ import annotations
 
-import json
-import textwrap
+import sys
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,238 +15,177 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from spectrain.core.config import Config
 from spectrain.core.errors import SpectrainError
-from spectrain.core.files import atomic_write
-from spectrain.core.packing import pack
-from spectrain.core.show import WIDTH
+from spectrain.core.progress import main_process, progress
 from spectrain.core.target import Target
 from spectrain.data.conversations import Conversation, read_conversations
 from spectrain.data.tokenise import Refused, prompt_ids, require_template
-from spectrain.evaluation.bootstrap import FEWEST
 from spectrain.evaluation.race import of_generator, race, speedup, stock, summary
-from spectrain.generator.sampling import Sampling
+from spectrain.generator.completion import Completion
 from spectrain.generator.speculate import Clock, Generator
-from spectrain.generator.tree import shape_for
+from spectrain.generator.text import Growing, text_of
 from spectrain.heads.base import DraftHead
-from spectrain.heads.io import load_head
+from spectrain.recipes.drafting import DRAFT_TOKENS, DraftingConfig, SamplingConfig
+from spectrain.recipes.generate_report import DEFINITIONS, render
+from spectrain.recipes.reply_file import ReplyFile
 
-REPLIES = "replies.jsonl"
-DRAFT_TOKENS = 3
-DEFINITIONS = {
-    "tau": "tokens committed per target forward, the target's own included; the prefill's first "
-    "token and everything after a stop token excluded",
-    "spectrain-plain": "this engine without a head, same kernels and cache",
-    "transformers": "the library's own generate(), dynamic cache, not compiled",
-}
+__all__ = ["DRAFT_TOKENS", "GenerateConfig", "ids_of", "render", "run"]
 
 
-class GenerateConfig(Config):
+class GenerateConfig(SamplingConfig, DraftingConfig):
     """What `spectrain generate` is told."""
 
-    target: str = Field("smollm2-135m", description="target: embedded name, folder or hub id")
-    head: Path | None = Field(None, description="folder of the trained head; none: plain decoding")
     prompts: Path | None = Field(None, description="JSONL of prompts; last replies are left out")
     prompt: str | None = Field(None, description="one prompt as text")
     limit: int | None = Field(None, ge=1, description="only the first so many prompts of the file")
     out: Path | None = Field(None, description="folder for replies.jsonl")
-    max_new_tokens: int = Field(128, ge=0, description="longest reply in tokens")
-    draft_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="tokens drafted per step; how many pay depends on the acceptance; default: 3, "
-        "or as many as the head can",
-    )
-    tree: Literal["chain", "grown"] | None = Field(
-        None,
-        description="how to draft: a chain, or a tree grown from the head's probabilities; "
-        "default: grown for a head that names a tree, unless draft_tokens is given; else chain",
-    )
-    tree_top_k: int | None = Field(
-        None, ge=1, description="nodes of a grown tree expanded at each depth, children of each; "
-        "default of the three: the head's own tree, else 4, the steps it learnt, 16"
-    )  # fmt: skip
-    tree_depth: int | None = Field(None, ge=1, le=16, description="levels of a grown tree")
-    tree_nodes: int | None = Field(
-        None, ge=1, description="most probable nodes of a grown tree, which the target reads"
-    )
-    temperature: float = Field(0.0, ge=0, description="0: greedy")
-    top_k: int = Field(0, ge=0, description="only the k most likely tokens; 0: all")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus; 1: everything")
-    seed: int = Field(0, ge=0, description="of everything random")
+    rows: int = Field(1, ge=1, description="prompts decoded at the same time")
+    stats: bool = Field(False, description="also show acceptance by depth and time by stage")
     compare: bool = Field(False, description="also decode without the head, and compare")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="number type of target and head; auto: float32 on a CPU"
-    )
     on_bad_row: Literal["stop", "skip"] = Field("stop", description="at a line that is no prompt")
+    overwrite: bool = Field(False, description="forget what an interrupted run left in `out`")
 
     @model_validator(mode="after")
     def _one_source(self) -> GenerateConfig:
         if (self.prompts is None) == (self.prompt is None):
             raise ValueError("give either --prompts FILE or --prompt TEXT")
-        if self.compare and self.head is None:
-            raise ValueError("--compare needs a --head to compare with plain decoding")
+        if self.compare and self.head is None and self.lookup is None:
+            raise ValueError("--compare needs a --head or --lookup to compare with plain decoding")
+        if self.compare and self.rows > 1:
+            raise ValueError("--compare decodes one prompt at a time: leave out --rows")
         return self
-
-    @model_validator(mode="after")
-    def _one_way_to_draft(self) -> GenerateConfig:
-        if self.tree == "grown" and self.draft_tokens is not None:
-            raise ValueError("--draft-tokens is of a chain, not of --tree grown")
-        given = [name for name, value in self.tree_shape.items() if value is not None]
-        if given and (self.tree == "chain" or self.draft_tokens is not None):
-            raise ValueError(f"tree_{given[0]} is of a grown tree, not of a chain")
-        if self.head is None and (given or self.tree == "grown"):
-            raise ValueError("a grown tree needs a --head")
-        return self
-
-    @property
-    def tree_shape(self) -> dict[str, int | None]:
-        """What is asked of a grown tree."""
-        return {"top_k": self.tree_top_k, "depth": self.tree_depth, "nodes": self.tree_nodes}
-
-    def drafting(self, head: DraftHead) -> dict[str, Any]:
-        """How to draft with this head: `Generator`'s draft_tokens or tree."""
-        asked = any(self.tree_shape.values())
-        default = self.draft_tokens is None and (asked or head.tree is not None)
-        if self.tree == "grown" or (self.tree is None and default):
-            return {"tree": shape_for(head, **self.tree_shape)}
-        return {"draft_tokens": self.draft_tokens or min(DRAFT_TOKENS, head.longest_draft)}
 
 
 def run(config: GenerateConfig) -> dict[str, Any]:
-    """Decode and return the report; with `out` the replies are written there as JSONL."""
-    head = load_head(config.head) if config.head else None
+    """Decode and return the report; with `out` the replies are written there as JSONL.
+
+    A single prompt's reply is printed while it grows.
+    """
     conversations = _conversations(config)
-    target = Target.load(config.target, dtype=config.dtype)
+    target, head = config.load()
     require_template(target.tokenizer)
-    prompts = [_ids(target, c) for c in conversations]
-    sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
+    prompts = [ids_of(target, conversation) for conversation in conversations]
+    generator = config.generator(target, head)
+    name = head.family if head else "prompt-lookup" if config.lookup else "spectrain-plain"
+    file = None
+    if config.out:
+        identity = {
+            "target": target.fingerprint,
+            "dtype": str(target.dtype),
+            # What is drawn may depend on how it is drafted; how many rows never changes a reply.
+            **config.model_dump(mode="json", exclude={"out", "rows", "stats", "limit", "prompts"}),
+        }
+        file = ReplyFile(config.out, identity, prompts, config.overwrite)
 
-    clocks: dict[str, Clock] = {}
-    methods = {}
-
-    def add(name: str, own: DraftHead | None, **drafting: Any) -> None:
-        clocks[name] = Clock()
-        generator = Generator(target, own, **drafting)
-        methods[name] = of_generator(generator, config.max_new_tokens, sampling, clocks[name])
-
-    drafting: dict[str, Any] = {}
-    if head is not None:
-        head.check_target(target, str(config.head))
-        head.bind(target.readout).to(target.device, target.dtype)
-        pack(head)
-        drafting = config.drafting(head)
-        add(head.family, head, **drafting)
-    if head is None or config.compare:
-        add("spectrain-plain", None)
-    if config.compare and sampling.greedy and config.max_new_tokens:  # the library refuses 0
-        methods["transformers"] = stock(target, config.max_new_tokens)
-
-    results = race(methods, prompts, clocks)
-    own = next(iter(methods))
-    report = {
+    if config.compare:
+        methods = _race(config, target, head, generator, name, prompts)
+        done = methods[name]["done"]
+        if file:
+            for index, completion in enumerate(done):
+                file.add(index, completion)
+        report = {"methods": {key: value["summary"] for key, value in methods.items()}}
+        report |= _comparison(methods, name, config.seed, config.temperature == 0)
+    else:
+        done, seconds, clock = _decode(config, target, generator, prompts, file)
+        report = {"methods": {name: summary(done, [seconds], clock)}}
+    stops = (*target.stop_ids, *config.stop_ids)
+    texts = [text_of(completion, target.tokenizer.decode, stops) for completion in done]
+    way = config.drafting(head)
+    shape = way.get("tree")
+    report |= {
         "target": target.name,
         "head": str(config.head) if config.head else None,
         "prompts": len(prompts),
+        "rows": config.rows,
         "temperature": config.temperature,
         "max_new_tokens": config.max_new_tokens,
-        "draft_tokens": drafting.get("draft_tokens"),
-        "tree": drafting["tree"].model_dump() if "tree" in drafting else None,
-        "rule": _rule(sampling, "tree" in drafting) if head else None,
-        "methods": {
-            name: summary(result["done"], result["seconds"], clocks.get(name))
-            for name, result in results.items()
-        },
+        "draft_tokens": way.get("draft_tokens"),
+        "tree": None if shape is None else shape.model_dump(mode="json"),
+        "lookup": config.lookup,
+        "rule": config.rule(generator),
+        "lossy": config.typical and config.temperature > 0,
+        "stats": config.stats,
         "cut_by_context": sum(
             len(prompt) + config.max_new_tokens > target.max_length for prompt in prompts
         ),
         "definitions": DEFINITIONS,
     }
-    if config.compare:
-        report |= _comparison(results, own, config.seed, sampling.greedy)
-    replies = [
-        {"tokens": done.tokens, "text": target.tokenizer.decode(_shown(done.tokens, target)),
-         "finish": done.finish}
-        for done in results[own]["done"]
-    ]  # fmt: skip
-    if config.out:
-        lines = [
-            json.dumps(
-                {
-                    "messages": [
-                        *conversation.messages,
-                        {"role": "assistant", "content": reply["text"]},
-                    ],
-                    "domain": conversation.domain,
-                    "temperature": config.temperature,
-                    "finish_reason": reply["finish"],
-                },
-                ensure_ascii=False,
-            )
-            for conversation, reply in zip(conversations, replies, strict=True)
-        ]
-        config.out.mkdir(parents=True, exist_ok=True)
-        atomic_write(config.out / REPLIES, "\n".join(lines) + "\n")
-        report["replies"] = str(config.out / REPLIES)
+    if file:
+        file.finish(conversations, texts, config.temperature)
+        report["replies"] = str(file.path)
     if config.prompt is not None:
-        report["text"] = replies[0]["text"]
+        report |= {"text": texts[0], "shown": not config.compare and main_process()}
     return report
 
 
-def render(report: dict[str, Any]) -> str:
-    """What a person reads: the reply, or the table of the methods."""
-    lines = []
-    if "text" in report:
-        lines += [report["text"], ""]
-    lines.append(
-        f"{report['prompts']} prompts, at most {report['max_new_tokens']} new tokens, "
-        f"temperature {report['temperature']:g}, {_drafted(report)}"
+def _decode(
+    config: GenerateConfig,
+    target: Target,
+    generator: Generator,
+    prompts: list[Tensor],
+    file: ReplyFile | None,
+) -> tuple[list[Completion], float, Clock]:
+    """Replies to all prompts, `rows` at a time; those that the file has are not made again."""
+    done = dict(file.done) if file else {}
+    left = [index for index in range(len(prompts)) if index not in done]
+    if done:
+        print(f"going on: {len(done)} of {len(prompts)} replies are there", file=sys.stderr)
+    live = None
+    if config.prompt is not None and main_process():
+        stops = (*target.stop_ids, *config.stop_ids)
+        live = Growing(target.tokenizer.decode, stops, config.stop)
+    started = time.perf_counter()
+    work = generator.stream(
+        [prompts[index] for index in left],
+        config.max_new_tokens,
+        config.sampling(),
+        config.rows,
+        left,
     )
-    lines.append(
-        f"{'':<18}{'tokens':>8}{'tokens/s':>10}{'tau':>7}{'draft':>8}{'verify':>8}{'rest':>7}"
-    )
-    for name, method in report["methods"].items():
-        row = f"{name:<18}{method['tokens']:>8}{method['tokens_per_second']:>10.1f}"
-        row += f"{method['tau']:>7.2f}" if method["tau"] is not None else f"{'–':>7}"
-        if "stages" in method:
-            stages = method["stages"]
-            row += f"{stages['draft']:>8.0%}{stages['verify']:>8.0%}{stages['overhead']:>7.1%}"
-        lines.append(row)
-    if report["cut_by_context"]:
-        lines.append(f"cut short by the target's context: {report['cut_by_context']} prompts")
-    for against in report.get("speedup", ()):
-        if against["value"] is not None:
-            low, high = against["low"], against["high"]
-            between = "" if low is None else f" ({low:.2f}–{high:.2f})"
-            lines.append(
-                f"speed {against['value']:.2f} × {against['baseline']}{between}{_verdict(against)}"
-            )
-    for name, count in report.get("identical", {}).items():
-        lines.append(f"the same tokens as {name}: {count} of {report['prompts']} prompts")
-    lines.append("")
-    for name, text in report["definitions"].items():
-        if name == "tau" or name in report["methods"]:
-            lines += textwrap.wrap(f"{name}: {text}", WIDTH, subsequent_indent="  ")
-    return "\n".join(lines)
+    with progress(len(prompts), "generate", "replies", len(done)) as bar:
+        for state in work:
+            if live:
+                print(live.more(state.completion), end="", flush=True)
+            if state.completion.finish:
+                done[left[state.index]] = state.completion
+                if file:
+                    file.add(left[state.index], state.completion)
+                bar.update(1)
+    if live:
+        print()
+    seconds = time.perf_counter() - started
+    return [done[index] for index in range(len(prompts))], seconds, generator.clock
 
 
-def _drafted(report: dict[str, Any]) -> str:
-    if report["tree"] is None:
-        return f"{report['draft_tokens'] or 0} drafted a step"
-    return "grown tree: top {top_k}, depth {depth}, {nodes} nodes".format(**report["tree"])
-
-
-def _rule(sampling: Sampling, tree: bool) -> str:
-    """The acceptance rule, in the words that measured numbers are named with."""
-    if sampling.greedy:
-        return "greedy"
-    return "sampling, top-k children" if tree else "sampling, drawn chain"
+def _race(
+    config: GenerateConfig,
+    target: Target,
+    head: DraftHead | None,
+    generator: Generator,
+    name: str,
+    prompts: list[Tensor],
+) -> dict[str, dict[str, Any]]:
+    """The chosen way, plain decoding and `transformers`, prompt by prompt in turn."""
+    sampling, longest = config.sampling(), config.max_new_tokens
+    generators = {name: generator, "spectrain-plain": Generator(target)}
+    clocks = {key: Clock() for key in generators}
+    methods = {
+        key: of_generator(own, longest, sampling, clocks[key]) for key, own in generators.items()
+    }
+    # What the library cannot be asked the same way is not compared with it.
+    alike = not (config.stop or config.stop_ids or config.suppress or config.min_new_tokens)
+    if sampling.greedy and longest and alike and config.repetition_penalty == 1:
+        methods["transformers"] = stock(target, longest)
+    results = race(methods, prompts, clocks)
+    for key, result in results.items():
+        result["summary"] = summary(result["done"], result["seconds"], clocks.get(key))
+    return results
 
 
 def _comparison(
-    results: dict[str, dict[str, list]], own: str, seed: int, greedy: bool
+    results: dict[str, dict[str, Any]], own: str, seed: int, greedy: bool
 ) -> dict[str, Any]:
-    """Speed of the head's method over each other, and in how many prompts the ids agree (sampled
+    """Speed of the chosen way over each other, and in how many prompts the ids agree (sampled
     replies differ by nature: they are compared in speed only)."""
     others = [name for name in results if name != own]
     return {
@@ -264,15 +203,6 @@ def _comparison(
     }
 
 
-def _verdict(ratio: dict[str, float | None]) -> str:
-    """What the interval of a speedup allows to say."""
-    if ratio["low"] is None:
-        return f", too few prompts for an interval ({FEWEST} are needed)"
-    if ratio["high"] < 1:
-        return ", SLOWER: train the head further, or draft fewer tokens"
-    return ", no difference shown: try more prompts" if ratio["low"] < 1 else ""
-
-
 def _conversations(config: GenerateConfig) -> list[Conversation]:
     if config.prompt is not None:
         messages = ({"role": "user", "content": config.prompt},)
@@ -282,7 +212,8 @@ def _conversations(config: GenerateConfig) -> list[Conversation]:
     ]
 
 
-def _ids(target: Target, conversation: Conversation) -> Tensor:
+def ids_of(target: Target, conversation: Conversation) -> Tensor:
+    """The prompt's ids; SpectrainError for one that cannot be used."""
     try:
         return torch.tensor(prompt_ids(target.tokenizer, conversation, target.max_length))
     except Refused as refused:
@@ -290,8 +221,3 @@ def _ids(target: Target, conversation: Conversation) -> Tensor:
         raise SpectrainError(
             f"prompt {text!r} cannot be used: {refused.reason}", fix="mend or leave out the prompt"
         ) from None
-
-
-def _shown(tokens: list[int], target: Target) -> list[int]:
-    """Without the stop token, which is no part of the text."""
-    return tokens[:-1] if tokens and tokens[-1] in target.stop_ids else tokens

@@ -63,7 +63,7 @@ def test_a_seed_gives_the_same_text_with_a_tree_in_a_batch_and_alone(
     plain = [
         next(
             p.completion
-            for p in Generator(tiny).stream([prompt], 24, sampling, first=index)
+            for p in Generator(tiny).stream([prompt], 24, sampling, numbers=[index])
             if p.completion.finish
         )
         for index, prompt in enumerate(prompts)

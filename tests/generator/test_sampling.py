@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from spectrain.core.errors import SpectrainError
-from spectrain.generator.sampling import Sampling, draw, pick
+from spectrain.generator.sampling import Sampling, pick
 
 
 def library_warp(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
@@ -139,9 +139,3 @@ def test_pick_at_the_edges():
     odd = torch.rand(500, 7, generator=torch.Generator().manual_seed(0))
     odd[:, -2:] = 0
     assert (pick(odd, torch.full((500,), last, dtype=torch.float64)) == 4).all()
-
-
-def test_draw_picks_by_its_generator():
-    p = torch.rand(4, 3, 6, generator=torch.Generator().manual_seed(2))
-    uniform = torch.rand(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(draw(p, torch.Generator().manual_seed(3)), pick(p, uniform))

@@ -15,8 +15,9 @@ from spectrain.core.cache import KVCache
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
 from spectrain.generator import verify
-from spectrain.generator.sampling import Sampling, draw
-from spectrain.generator.tree import Tree, ancestors_of, grow, shape_for
+from spectrain.generator.drafters import ancestors_of
+from spectrain.generator.sampling import Sampling, pick
+from spectrain.generator.tree import Tree, grow, shape_for
 from spectrain.heads.tree import TreeDefaults
 
 GREEDY = Sampling()
@@ -265,7 +266,9 @@ def test_one_draw_per_node_is_the_sequential_rule(seed):
     assert math.isclose(sum(expected.values()), 1)
 
     draws = 200_000
-    choice = draw(p.expand(draws, -1, -1), torch.Generator().manual_seed(seed))
+    random = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(draws, p.shape[-2], dtype=torch.float64, generator=random)
+    choice = pick(p.expand(draws, -1, -1), uniform)
     wide = (t.expand(draws, *t.shape[1:]) for t in (tokens, parents, ancestors))
     count, path = verify.tree(choice, *wide)
     end = path.gather(1, count[:, None])

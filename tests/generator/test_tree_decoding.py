@@ -18,7 +18,7 @@ from spectrain.core.target import Target
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Generator
 from spectrain.generator.tree import shape_for
-from spectrain.heads.tree import TreeDefaults
+from spectrain.heads.tree import TreeDefaults, TreeShape
 
 SHAPE = TreeDefaults(top_k=3, depth=4, nodes=11)
 
@@ -117,14 +117,24 @@ def test_context_limit(tiny, prompts):
 # ── exact sampling ───────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 4), (3, 3, 9), (2, 1, 2)])
+STATIC = TreeShape(paths=((0,), (1,), (2,), (0, 0), (0, 1), (1, 0)))
+EXACT = [
+    *(
+        {"tree": TreeDefaults(**dict(zip(("top_k", "depth", "nodes"), shape, strict=True)))}
+        for shape in ((2, 2, 4), (3, 3, 9), (2, 1, 2))
+    ),
+    *({"tree": STATIC, "proposal": proposal} for proposal in ("top-k", "drawn")),
+    *({"draft_tokens": 2, "proposal": proposal} for proposal in ("top-k", "drawn")),
+]
+
+
+@pytest.mark.parametrize("way", EXACT)
 @pytest.mark.parametrize("sampling", [Sampling(0.8, seed=2), Sampling(1.0, top_k=3, seed=3)])
-def test_sampled_text_has_the_exact_distribution(shape, sampling):
+def test_sampled_text_has_the_exact_distribution(way, sampling):
     """Three tokens, 20,000 replies from the whole generator against the products of the target's
     own warped probabilities; by chance it fails at 1 of 10,000 seeds (fixed here)."""
-    shape = TreeDefaults(**dict(zip(("top_k", "depth", "nodes"), shape, strict=True)))
     model, draws = Markov(0.7), 20_000
-    done = Generator(model, model, tree=shape).generate([torch.tensor([2])] * draws, 3, sampling)
+    done = Generator(model, model, **way).generate([torch.tensor([2])] * draws, 3, sampling)
     accepted = sum(c.committed - c.forwards for c in done)
     assert 0.1 < accepted / draws < 1, "both ways, acceptance and rejection, are taken"
     p = sampling.warp(model.table)

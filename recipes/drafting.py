@@ -1,0 +1,196 @@
+"""How to draft and how to choose tokens: the settings that every decoding command shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from spectrain.core.config import Config, as_list
+from spectrain.core.errors import SpectrainError
+from spectrain.core.packing import pack
+from spectrain.core.target import Target
+from spectrain.generator.rules import Typical
+from spectrain.generator.sampling import Sampling
+from spectrain.generator.speculate import Generator
+from spectrain.generator.tree import shape_for
+from spectrain.heads.base import DraftHead
+from spectrain.heads.io import load_head
+from spectrain.heads.tree import TreeDefaults, TreeShape
+
+DRAFT_TOKENS = 3
+
+
+class DraftingConfig(Config):
+    """Target, head, and the way to draft."""
+
+    target: str = Field("smollm2-135m", description="target: embedded name, folder or hub id")
+    head: Path | None = Field(None, description="folder of the trained head; none: plain decoding")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="number type of target and head; auto: float32 on a CPU"
+    )
+    draft_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens drafted per step; how many pay depends on the acceptance; default: 3, "
+        "or as many as the head can",
+    )
+    tree: str | None = Field(
+        None,
+        description="how to draft: chain; grown, from the head's probabilities; or a JSON file of a "
+        "static tree; default: grown for a head that names a tree, unless draft_tokens is given; "
+        "else chain",
+    )
+    tree_top_k: int | None = Field(
+        None, ge=1, description="nodes of a grown tree expanded at each depth, children of each; "
+        "default of the three: the head's own tree, else 4, the steps it learnt, 16"
+    )  # fmt: skip
+    tree_depth: int | None = Field(None, ge=1, le=16, description="levels of a grown tree")
+    tree_nodes: int | None = Field(
+        None, ge=1, description="most probable nodes of a grown tree, which the target reads"
+    )
+    lookup: int | None = Field(
+        None,
+        ge=1,
+        description="prompt lookup, no head: draft what followed the same last tokens, so many or "
+        "fewer, earlier in the text",
+    )
+    proposal: Literal["top-k", "drawn"] | None = Field(
+        None,
+        description="what is drafted when sampling: the head's likeliest tokens (a seed then gives "
+        "the text of plain decoding), or tokens drawn from its distribution; both are lossless; "
+        "default: drawn for a chain, top-k for a tree",
+    )
+    typical: bool = Field(
+        False,
+        description="LOSSY: typical acceptance, accept whatever the target finds likely enough; "
+        "changes the output",
+    )
+    typical_epsilon: float = Field(0.09, gt=0, le=1, description="hard threshold of typical")
+    typical_delta: float = Field(0.3, gt=0, le=1, description="entropy threshold of typical")
+
+    @model_validator(mode="after")
+    def _one_way_to_draft(self) -> DraftingConfig:
+        given = [name for name, value in self.tree_shape.items() if value is not None]
+        grown = self.tree == "grown" or bool(given)
+        if self.tree not in (None, "chain") and self.draft_tokens is not None:
+            raise ValueError("--draft-tokens is of a chain, not of a tree")
+        if given and (self.tree not in (None, "grown") or self.draft_tokens is not None):
+            raise ValueError(f"tree_{given[0]} is of a grown tree, not of a chain or a static one")
+        if self.lookup is not None and (self.head or self.tree or grown):
+            raise ValueError("--lookup drafts chains and needs no --head and no --tree")
+        if self.head is None and (grown or self.tree not in (None, "chain")):
+            raise ValueError("a tree needs a --head")
+        if self.proposal == "drawn" and grown:
+            raise ValueError("nodes of a grown tree cannot be drawn: use a chain or a static tree")
+        return self
+
+    @property
+    def tree_shape(self) -> dict[str, int | None]:
+        """What is asked of a grown tree."""
+        return {"top_k": self.tree_top_k, "depth": self.tree_depth, "nodes": self.tree_nodes}
+
+    def drafting(self, head: DraftHead | None) -> dict[str, Any]:
+        """`Generator`'s draft_tokens, tree or lookup."""
+        if self.lookup is not None:
+            return {"lookup": self.lookup, "draft_tokens": self.draft_tokens or DRAFT_TOKENS}
+        if head is None:
+            return {}
+        asked = any(self.tree_shape.values())
+        default = self.draft_tokens is None and (asked or head.tree is not None)
+        if self.tree == "grown" or (self.tree is None and default):
+            return {"tree": shape_for(head, **self.tree_shape)}
+        if self.tree not in (None, "chain"):
+            return {"tree": _static(Path(self.tree))}
+        return {"draft_tokens": self.draft_tokens or min(DRAFT_TOKENS, head.longest_draft)}
+
+    def load(self) -> tuple[Target, DraftHead | None]:
+        """The target, and the head bound to it."""
+        head = load_head(self.head) if self.head else None
+        target = Target.load(self.target, dtype=self.dtype)
+        if head is not None:
+            head.check_target(target, str(self.head))
+            head.bind(target.readout).to(target.device, target.dtype)
+            pack(head)
+        return target, head
+
+    def generator(self, target: Target, head: DraftHead | None) -> Generator:
+        typical = Typical(self.typical_epsilon, self.typical_delta) if self.typical else None
+        way = self.drafting(head)
+        return Generator(target, head, proposal=self.proposal, typical=typical, **way)
+
+    def rule(self, generator: Generator) -> str | None:
+        """The acceptance rule, in the words that measured numbers are named with."""
+        if not generator.gamma:
+            return None
+        if self.temperature == 0:
+            return "greedy"
+        if self.typical:
+            return f"typical, LOSSY (ε {self.typical_epsilon:g}, δ {self.typical_delta:g})"
+        return f"sampling, {'drawn' if generator.drawn else 'top-k'}"
+
+
+class SamplingConfig(Config):
+    """How the target's tokens are chosen, and what ends a reply."""
+
+    temperature: float = Field(0.0, ge=0, description="0: greedy")
+    top_k: int = Field(0, ge=0, description="only the k most likely tokens; 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus; 1: everything")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="only tokens at least so probable as this times the likeliest"
+    )
+    repetition_penalty: float = Field(
+        1.0, gt=0, description="above 1 makes tokens of the prompt and the reply less likely"
+    )
+    min_new_tokens: int = Field(0, ge=0, description="no stop token before so many new tokens")
+    max_new_tokens: int = Field(128, ge=0, description="longest reply in tokens")
+    suppress: tuple[int, ...] = Field((), description="token ids that are never chosen")
+    stop: tuple[str, ...] = Field((), description="texts that end a reply, and are no part of it")
+    stop_ids: tuple[int, ...] = Field(
+        (), description="token ids that end a reply, beside the target's own"
+    )
+    seed: int = Field(0, ge=0, description="of everything random")
+
+    _lists = field_validator("suppress", "stop", "stop_ids", mode="before")(as_list)
+
+    def sampling(self) -> Sampling:
+        return Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            min_new_tokens=self.min_new_tokens,
+            suppress=self.suppress,
+            stop_ids=self.stop_ids,
+            stop_strings=self.stop,
+            seed=self.seed,
+        )
+
+
+def told(way: dict[str, Any]) -> str:
+    """A way to draft in a few words."""
+    tree = way.get("tree")
+    if isinstance(tree, TreeDefaults):
+        shape = tree.model_dump()
+        return "grown tree: top {top_k}, depth {depth}, {nodes} nodes".format(**shape)
+    if tree is not None:
+        return f"static tree: {tree.nodes} nodes, depth {tree.depth}"
+    if "lookup" in way:
+        return f"prompt lookup: up to {way['draft_tokens']} drafted a step"
+    return f"{way.get('draft_tokens', 0)} drafted a step"
+
+
+def _static(path: Path) -> TreeShape:
+    try:
+        return TreeShape.from_json(path.read_text())
+    except OSError as error:
+        raise SpectrainError(
+            f"no such tree ({error.strerror})",
+            where=str(path),
+            fix="chain, grown, or a JSON file of a static tree",
+        ) from None
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise SpectrainError(f"no static tree: {reason}", where=str(path)) from None
