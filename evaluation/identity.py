@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 # A difference of logits that rounding explains, as a share of the largest logit: twice the spacing
-# of the numbers of the type. One spacing is what the last product alone can do to the difference of
-# two logits (each is off by half a spacing), another one what the layers before it did. Float32: two
+# of the type's numbers. One spacing is what the last product alone can do to the difference of two
+# logits (each is off by half a spacing), another what the layers before it did. In float32 two
 # logits so close are not met, so no difference is excused.
 ROUNDING = {
     torch.float32: 0.0,

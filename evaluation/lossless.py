@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.core.progress import progress
-from spectrain.core.target import Target
 from spectrain.evaluation import toy
 from spectrain.evaluation.identity import (
     DRAW_ROUNDING,

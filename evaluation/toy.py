@@ -147,4 +147,3 @@ def following(table: Tensor, text: list[int], sampling: Sampling) -> Tensor:
         logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
     logits[list(sampling.suppress)] = float("-inf")
     return sampling.warp(logits)
-
