@@ -30,7 +30,7 @@ from spectrain.evaluation.race import stock
 from spectrain.generator.completion import Completion
 from spectrain.generator.randomness import OWN, row_key, uniform
 from spectrain.generator.rules import Typical
-from spectrain.generator.sampling import Sampling
+from spectrain.generator.sampling import Sampling, pick
 from spectrain.generator.speculate import Generator
 
 FALSE_ALARM = 1e-4  # odds of a part that tests at random to fail where nothing is wrong
@@ -119,13 +119,19 @@ def sampling_real(
     count: int,
     sampling: Sampling,
 ) -> dict[str, Any]:
-    """`count` replies to each context [n], as one batch, against the library's probabilities."""
+    """`count` replies to each context [n], as one batch, against the library's probabilities.
+
+    No head has a part in a reply's first token. So that they all go on from the same text, those
+    are sampled whose first token is the likeliest.
+    """
     fits, done = [], []
     with progress(len(contexts), "sampling", "contexts") as bar:
         for index, context in enumerate(contexts):
-            own_seed = replace(sampling, seed=(sampling.seed << 16) + index)
-            replies = generator.generate([context] * count, REPLY, own_seed)
-            fits += _fits(model, context.tolist(), [c.tokens for c in replies], sampling)
+            own = replace(sampling, seed=(sampling.seed << 16) + index)
+            first = own.warp(next_logits(model, [context.tolist()])[0]).cpu()
+            numbers = _drawing(int(first.argmax()), first, own.seed, count)
+            replies = _replies(generator, context, own, numbers)
+            fits += _fits(model, context.tolist(), [c.tokens for c in replies], own)
             done += replies
             bar.update(1)
     whole = Fit.together(fits)
@@ -145,6 +151,29 @@ def sampling_real(
     }
 
 
+def _drawing(token: int, p: Tensor, seed: int, count: int) -> list[int]:
+    """Numbers of requests whose first draw from p [V] is this token. What they draw later is
+    independent of it: a row's random numbers are."""
+    numbers: list[int] = []
+    start = 0
+    while len(numbers) < count:
+        tried = range(start, start := start + count)
+        keys = torch.tensor([row_key(seed, number) for number in tried])
+        drawn = pick(p.expand(count, -1), uniform(keys, OWN, torch.zeros_like(keys)))
+        numbers += [
+            number for number, one in zip(tried, drawn.tolist(), strict=True) if one == token
+        ]
+    return numbers[:count]
+
+
+def _replies(
+    generator: Generator, context: Tensor, sampling: Sampling, numbers: list[int]
+) -> list[Completion]:
+    """Replies of REPLY tokens to one context, by requests of these numbers."""
+    work = generator.stream([context] * len(numbers), REPLY, sampling, numbers=numbers)
+    return list({progress.index: progress.completion for progress in work}.values())
+
+
 def _fits(
     model: nn.Module, context: list[int], replies: list[list[int]], sampling: Sampling
 ) -> list[Fit]:
@@ -153,7 +182,7 @@ def _fits(
     Given how often each text came, what follows it is independent draws from its probabilities.
     """
     fits = []
-    for length in range(REPLY):
+    for length in range(1, REPLY):
         followed = Counter(tuple(reply[:length]) for reply in replies if len(reply) > length)
         texts = [text for text, times in followed.items() if times >= FEWEST]
         if not texts:

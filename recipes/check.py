@@ -34,8 +34,9 @@ DEFINITIONS = {
     "between two tokens; other types: shown, not judged",
     "self-test": "engine alone: whole replies of 3 tokens of a made-up target of 6, every rule, "
     "tree and kind of proposal, against their exact probabilities; chi-square, Bonferroni",
-    "sampling": "replies of 3 tokens to many contexts (the ends of the prompts): each token, given "
-    "those before it, against the library's own probabilities; chi-squares added up",
+    "sampling": "replies of 3 tokens to several contexts (the ends of the prompts), the first one "
+    "the likeliest: the others, given those before them, against the library's own probabilities; "
+    "chi-squares added up",
     "odds": "that a part that draws at random fails although nothing is wrong: 1 in 10,000",
     "sees": "total variation (share of the draws that would have to change) from the true "
     "distribution, in every context, that would have been noticed with odds of 90 %, whatever its "
