@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Outcomes expected less often are counted together, as one.
+# Outcomes expected less often are counted together with others like them.
 _RARE = 5.0
 
 
@@ -69,25 +69,19 @@ class Fit:
 def fit(counts: Tensor, probabilities: Tensor) -> Fit:
     """counts [K] of n draws against probabilities [K], which need not sum to 1.
 
-    Rare outcomes are one. A sample too small for two outcomes says nothing, unless what it has
-    cannot be.
+    Rare outcomes are counted in groups of about equal probability. A sample too small for two of
+    them says nothing, unless what it has cannot be.
     """
     counts, p = counts.double(), probabilities.double()
     p = p / p.sum()
     n = counts.sum()
     impossible = int(counts[p == 0].sum())
     counts, p = counts[p > 0], p[p > 0]
-    rare = p * n < _RARE
-    if rare.any():
-        # Together with the least frequent of the others if they are rare even so.
-        order = p.argsort(descending=True)
-        counts, p = counts[order], p[order]
-        kept = int((~rare).sum())
-        if p[kept:].sum() * n < _RARE:
-            kept -= 1
-        kept = max(kept, 0)
-        counts = torch.cat([counts[:kept], counts[kept:].sum()[None]])
-        p = torch.cat([p[:kept], p[kept:].sum()[None]])
+    order = p.argsort(descending=True)
+    counts, p = counts[order], p[order]
+    groups = _groups(p * n)
+    counts = torch.zeros(groups[-1] + 1, dtype=torch.float64).index_add(0, groups, counts)
+    p = torch.zeros_like(counts).index_add(0, groups, p)
     size = len(p)
     if size < 2:
         return Fit(impossible=impossible)
@@ -95,6 +89,19 @@ def fit(counts: Tensor, probabilities: Tensor) -> Fit:
     # Haldane 1937: exact moments for n multinomial draws.
     variance = 2 * (size - 1) + float((1 / p).sum() - size**2 - 2 * size + 2) / float(n)
     return Fit(statistic, size - 1, variance, int(n), impossible)
+
+
+def _groups(expected: Tensor) -> Tensor:
+    """expected [K], falling → numbers of groups [K], from 0 without gaps; each is expected _RARE
+    times or more if all together are."""
+    frequent = int((expected >= _RARE).sum())
+    rest = expected[frequent:]
+    # None of the rest reaches _RARE, so what begins in one stretch of twice as much adds up to it.
+    place = ((rest.cumsum(0) - rest) / (2 * _RARE)).long()
+    if len(rest) and rest[place == place[-1]].sum() < _RARE:
+        place[place == place[-1]] -= 1
+    groups = torch.cat([torch.arange(frequent), frequent + place]).clamp(min=0)
+    return groups.unique_consecutive(return_inverse=True)[1]
 
 
 def chi_square_tail(value: float, freedom: float) -> float:

@@ -141,7 +141,8 @@ def render(report: dict[str, Any]) -> str:
         first, *rest = textwrap.wrap(_seen(part), WIDTH - 29)
         lines.append(f"{name:<11}{part['verdict']:<9}{part['seconds']:>7.1f}  {first}")
         lines += [" " * 29 + text for text in rest]
-        lines += [f"  {_difference(entry)}" for entry in part.get("differences", ())]
+        if part["verdict"] != "shown":
+            lines += [f"  {_difference(entry)}" for entry in part.get("differences", ())]
         lines += [f"  fails: {case}" for case in part.get("failed", ())]
     failure = report["failure"]
     lines += ["", f"LOSSY: {failure}" if failure else "LOSSLESS in all that was checked", ""]

@@ -25,6 +25,7 @@ RECIPES = {
     "compare": ("compare", "compare", "CompareConfig"),
     "eval-alpha": ("evaluate", "eval", "EvalConfig"),
     "generate": ("generate", "generate", "GenerateConfig"),
+    "check": ("check", "check", "CheckConfig"),
 }
 CHOICES = {"version", "stage", "kind"}  # they choose the family (commands/train.py)
 NOT_SETTINGS = {"config", "set_", "json", "help"} | CHOICES

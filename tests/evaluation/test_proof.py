@@ -17,7 +17,7 @@ from wrong_engines import (
 )
 
 from spectrain.evaluation.lossless import sampling_exact
-from spectrain.evaluation.proof import Fit, chi_square_tail, fit
+from spectrain.evaluation.proof import Fit, _groups, chi_square_tail, fit
 from spectrain.evaluation.toy import LENGTH, PROMPT, VOCAB, WARPS, ToyTarget, exact
 from spectrain.generator.rules import Typical
 from spectrain.generator.sampling import Sampling
@@ -36,6 +36,30 @@ def test_fit_by_hand():
     found = fit(torch.tensor([30, 14, 2, 4, 0, 0]), p)
     assert found.statistic == pytest.approx(chisquare([30, 14, 6], [25, 15, 10]).statistic)
     assert (found.mean, found.draws, found.impossible) == (2, 50, 0)
+
+
+@pytest.mark.parametrize("n", [3, 11, 60, 1000])
+def test_groups_of_rare_outcomes(n):
+    """Each is expected five times or more, and none is so large that it could be two."""
+    random = torch.Generator().manual_seed(n)
+    for outcomes in (1, 2, 9, 300):
+        p = torch.rand(outcomes, generator=random, dtype=torch.float64) ** 4
+        expected = (n * p / p.sum()).sort(descending=True).values
+        groups = _groups(expected)
+        sums = torch.zeros(int(groups[-1]) + 1, dtype=torch.float64).index_add(0, groups, expected)
+        assert len(sums) == 1 or sums.min() >= 5
+        assert float(sums.sum()) == pytest.approx(n)
+        sizes = torch.bincount(groups)
+        assert sizes.min() >= 1
+        assert (sums[sizes > 1] < 5 + 15 + 5).all() or len(sums) == 1
+
+
+def test_flat_probabilities_have_groups():
+    """Each of 300 outcomes is rare; that only one of them comes is seen."""
+    counts = torch.zeros(300)
+    counts[7] = 60
+    found = fit(counts, torch.linspace(1.1, 1.0, 300))
+    assert found.p_value < 1e-10
 
 
 def test_what_cannot_be_weighs_all():

@@ -233,7 +233,7 @@ def test_samples_of_a_right_engine_pass(tiny, stock, prompts, way):
     """1 of 10,000 seeds would fail."""
     part = sampled(tiny, stock, prompts, WAYS[way])
     assert part["verdict"] == "holds"
-    assert part["accepted"] > 0.1
+    assert part["accepted"] > 0.03
     assert part["tokens"] > 3 * 300
     assert 0 < part["detectable"] < 0.2
 
