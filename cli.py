@@ -45,6 +45,7 @@ for command in (
     train.train_mtp,
     train.train_draft,
     measure.eval_alpha,
+    measure.plan,
     generate.generate,
     generate.chat,
     measure.compare,

@@ -30,7 +30,7 @@ Tree = option(
     str,
     "Draft a chain, grow a tree, or a static tree.",
     metavar="chain|grown|FILE",
-    default="grown for EAGLE-2, else chain",
+    default="as planned, else grown for EAGLE-2, else chain",
 )
 Lookup = option(
     int, "Prompt lookup without a head: match so many last tokens, or fewer.", metavar="N"

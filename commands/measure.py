@@ -1,16 +1,31 @@
-"""`spectrain eval-alpha`, `spectrain compare` and `spectrain check`."""
+"""`spectrain eval-alpha`, `spectrain plan`, `spectrain compare` and `spectrain check`."""
 
 from __future__ import annotations
 
 import typer
 
 from spectrain.commands import generate, options, running
-from spectrain.commands.options import ConfigFile, Json, Overrides, Seed, Target, option
+from spectrain.commands.options import (
+    ConfigFile,
+    Json,
+    Limit,
+    OnBadRow,
+    Overrides,
+    Seed,
+    Target,
+    option,
+)
 
 EvalStore, EvalOut = options.store(), options.out("runs/eval")
 Head = option(str, "Trained head: OUT/head of train-eagle.", metavar="FOLDER")
 Temperatures = options.temperatures("0, 1")
-MaxDraft = option(int, "Draft positions to measure, from the first.", default="up to 5")
+MaxDraft = options.max_draft("up to 5")
+PlanStore, PlanPrompts = options.store(), options.prompts()
+PlanOut = options.out("the head's")
+PlanReply, PlanDraft = options.max_new_tokens("128"), options.max_draft("up to 6")
+Batch = option(
+    list[str], "Batch size; repeat it or separate by commas.", metavar="NUMBER", default="1, 8, 32"
+)
 Dtype = option(
     str,
     "Number type of target and head; auto: float32 on a CPU.",
@@ -50,6 +65,33 @@ def eval_alpha(
     """
     given = ctx.params | {"temperature": running.split(temperature)}
     running.run("evaluate", "eval", "EvalConfig", given)
+
+
+def plan(
+    ctx: typer.Context,
+    target: Target = None,
+    head: Head = None,
+    store: PlanStore = None,
+    prompts: PlanPrompts = None,
+    limit: Limit = None,
+    on_bad_row: OnBadRow = None,
+    max_new_tokens: PlanReply = None,
+    batch: Batch = None,
+    max_draft: PlanDraft = None,
+    out: PlanOut = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Choose how to draft on this machine: chain, tree, or not at all.
+
+    \b
+    Measures acceptance and costs, and writes plan.json into the head's folder.
+    Example:
+      spectrain plan --head runs/train/head --store runs/store --batch 1,8,32
+    """
+    given = ctx.params | {"batch": running.split(batch)}
+    running.run("plan", "plan", "PlanConfig", given)
 
 
 def compare(

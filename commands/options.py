@@ -51,6 +51,10 @@ def draft_tokens(default: str) -> Any:
     return option(int, "Tokens drafted before each check by the target.", default=default)
 
 
+def max_draft(default: str) -> Any:
+    return option(int, "Draft positions to measure, from the first.", default=default)
+
+
 Target = option(
     str,
     "Target model: smollm2-135m, a model folder or a hub id.",

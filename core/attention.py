@@ -27,29 +27,43 @@ class Plan:
     """One forward through the target.
 
     positions [B, n]; slots [B, n] and visible [B, n, view] only with a cache.
-    Without one the tokens are plain right-padded rows: causal, nothing to look up.
+    Without one the tokens are right-padded rows: causal, nothing to look up; `starts` [B, n] where
+    a row has several documents (see Batch).
     """
 
     positions: Tensor
     cache: KVCache | None = None
     slots: Tensor | None = None
     visible: Tensor | None = None
-    _windows: dict[int, Tensor] = field(default_factory=dict)
+    starts: Tensor | None = None
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor | None:
         """[B, n, S] bool, or None for plain causal attention."""
-        if self.cache is None:
-            if window is None or window >= self.positions.shape[1]:
-                return None
-            distance = self.positions[:, :, None] - self.positions[:, None, :]
-            return (distance >= 0) & (distance < window)
-        if window is None:
+        if self.cache is None and window is not None and window >= self.positions.shape[1]:
+            window = None
+        if window is None and self.starts is None:
             return self.visible
-        if window not in self._windows:
-            held = self.cache.positions[:, None, : self.visible.shape[2]]
-            near = self.positions[:, :, None] - held < window
-            self._windows[window] = self.visible & near
-        return self._windows[window]
+        if window not in self._masks:
+            self._masks[window] = self._mask(window)
+        return self._masks[window]
+
+    def _mask(self, window: int | None) -> Tensor:
+        if self.cache is None:
+            seen, held = causal(self.positions, self.starts), self.positions[:, None]
+        else:
+            seen, held = self.visible, self.cache.positions[:, None, : self.visible.shape[2]]
+        return seen if window is None else seen & (self.positions[:, :, None] - held < window)
+
+
+def causal(rows: Tensor, starts: Tensor | None) -> Tensor:
+    """What each place of `rows` [B, n] sees: those up to it, from the start of its document on.
+
+    starts [B, n], or None where every row is one document → [B, n, n] bool
+    """
+    place = torch.arange(rows.shape[1], device=rows.device)
+    seen = (place <= place[:, None]).expand(len(rows), -1, -1)
+    return seen if starts is None else seen & (place >= starts[..., None])
 
 
 def grouped_attention(

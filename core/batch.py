@@ -44,6 +44,10 @@ class Features:
 class Batch:
     """Rows padded on the right with token 0 and reply 0.
 
+    Several documents (conversations) may share a row. Nothing crosses from one to another when
+    their replies have different numbers and the first token of each, which nobody in its document
+    predicts, has reply 0; then all that is built on `reply` holds as it is.
+
     tokens [B, T] int64
     reply  [B, T] int64, n ≥ 1 inside the n-th assistant reply of the row (its end-of-turn token
            included), 0 elsewhere
@@ -52,6 +56,8 @@ class Batch:
     argmax [B, T] int64, the target's own argmax for x[t+1] over the whole vocabulary; −1: unknown
     stored [B, T] the same as the store has it, where `argmax` is that of a target that is trained
            along: it decides which rows are taught, so that they are known before the forward
+    starts [B, T] int64, the place in its row where the document of each position begins; padding
+           begins anew at every place. None: every row is one document
     """
 
     tokens: Tensor
@@ -60,6 +66,12 @@ class Batch:
     last: Tensor | None
     argmax: Tensor
     stored: Tensor | None = None
+    starts: Tensor | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        """Places counted from the start of each document, [B, T]."""
+        return positions_of(self.tokens, self.starts)
 
     @property
     def deciding(self) -> Tensor:
@@ -76,6 +88,12 @@ class Batch:
             return value.to(device=device, dtype=wanted, non_blocking=True)
 
         return Batch(**{f.name: move(f.name, getattr(self, f.name)) for f in fields(self)})
+
+
+def positions_of(tokens: Tensor, starts: Tensor | None) -> Tensor:
+    """Places of tokens [B, T] in their documents, that begin at `starts` (see Batch): [B, T]."""
+    places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    return places if starts is None else places - starts
 
 
 def counted(reply: Tensor, step: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.core.packing import PackedLinear, can_pack
+from spectrain.core.quantise import QuantisedLinear, fits
 
 
 class Readout:
@@ -54,3 +55,9 @@ class Readout:
         linear = self._lm_head
         if can_pack() and isinstance(linear, nn.Linear) and linear.weight.dtype == torch.float32:
             self._lm_head = PackedLinear(linear)
+
+    def quantise(self) -> None:
+        """Keep the output layer as int8 for `logits`; the plain weight, which an embedding may
+        share, stays as it is for `rows`."""
+        if fits(self._lm_head):
+            self._lm_head = QuantisedLinear(self._lm_head)

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
 from spectrain.core import attention, models
-from spectrain.core.batch import Features
+from spectrain.core.batch import Features, positions_of
 from spectrain.core.cache import KVCache, visible_slots
 from spectrain.core.errors import SpectrainError
 from spectrain.core.packing import pack
 from spectrain.core.pretrained import fingerprint_of, pretrained
+from spectrain.core.quantise import quantise, require
 from spectrain.core.readout import Readout
 
 # Two float32 routes through the same model may differ by this much of the largest logit.
@@ -30,6 +31,7 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
+        self.quantisation: str | None = None  # how the weights are kept: as loaded, or "int8"
         self.config = model.config.get_text_config(decoder=True)
         self.decoder = model.get_decoder()
         if not hasattr(self.decoder, "layers"):
@@ -61,6 +63,7 @@ class Target:
         dtype: str = "auto",
         device: str = "auto",
         pack_weights: bool = True,
+        quantize: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> Target:
@@ -68,12 +71,16 @@ class Target:
         LoRA adapter stands for its base model with the adapter merged in.
 
         dtype "auto": the checkpoint's own on a GPU, float32 on a CPU. pack_weights lays the linear
-        layers out for the CPU kernels (inference only). Raises SpectrainError when the model cannot
-        be had or does not behave as this adapter assumes.
+        layers out for the CPU kernels (inference only). quantize "int8" keeps them as int8
+        (inference only): what the target says is then that of the rounded weights, heads of the
+        unrounded one fit it. Raises SpectrainError when the model cannot be had or does not behave
+        as this adapter assumes.
         """
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         wanted = "auto" if dtype == "auto" and device != "cpu" else _dtype(dtype)
+        if quantize is not None:
+            require(quantize, device, wanted)
         source = models.resolve(name)
         disable_progress_bar()  # the library's own; loading takes seconds
         options = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -81,10 +88,24 @@ class Target:
             model, tokenizer, fingerprint = pretrained(source, name, wanted, device, options)
         target = cls(model, tokenizer, name, fingerprint)
         target.check()
+        if quantize is not None:
+            target.quantise(quantize)
         if pack_weights and device == "cpu":
             pack(target.decoder)
             target.readout.pack()
         return target
+
+    def quantise(self, kind: str) -> None:
+        """Round the weights of the decoder's linear layers and of lm_head; the fingerprint stays
+        that of the weights before. Raises SpectrainError when nothing can be."""
+        if not quantise(self.decoder, kind):
+            raise SpectrainError(
+                f"no linear layer of the target can be kept as {kind}",
+                where=f"target {self.name} ({type(self.model).__name__})",
+                fix="leave out the quantisation",
+            )
+        self.readout.quantise()
+        self.quantisation = kind
 
     # ── features and logits ──────────────────────────────────────────────────
 
@@ -97,21 +118,25 @@ class Target:
         view: int | None = None,
         depths: Tensor | None = None,
         ancestors: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> Features:
         """Read tokens [B, n] and return what the target says at each.
 
-        Without a cache: right-padded rows from position 0. With one: the tokens are written behind
-        the committed prefix of each row (commit them with `cache.commit`). `view` bounds the slots
-        that are looked at (≥ longest prefix + n). A tree gives `depths` [n] or [B, n] (0 for the
-        first level) and `ancestors` [n, n] or [B, n, n]; without them the tokens are a chain.
+        Without a cache: right-padded rows from position 0; `starts` [B, n] where a row has several
+        documents (see Batch), each is then read as if it were alone. With one: the tokens are
+        written behind the committed prefix of each row (commit them with `cache.commit`). `view`
+        bounds the slots that are looked at (≥ longest prefix + n). A tree gives `depths` [n] or
+        [B, n] (0 for the first level) and `ancestors` [n, n] or [B, n, n]; without them the tokens
+        are a chain.
         aux_layers: 0-based decoder layers whose outputs are returned side by side.
         """
         batch, count = tokens.shape
-        offset = torch.arange(count, device=tokens.device).expand(batch, count)
         if cache is None:
-            plan = attention.Plan(positions=offset)
+            plan = attention.Plan(positions_of(tokens, starts), starts=starts)
         else:
+            assert starts is None, "a cache holds one document a row"
             start = cache.lengths[:, None]
+            offset = torch.arange(count, device=tokens.device).expand(batch, count)
             positions = start + (offset if depths is None else depths)
             view = view or cache.slots
             cache.reserve(view)

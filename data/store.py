@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -122,35 +123,43 @@ class FeatureStore:
             )
 
     def batch(self, rows: list[RowInfo], with_aux: bool = True) -> Batch:
-        """Rows padded on the right to the longest; features in the store's dtype. Without
-        `with_aux` the auxiliary states, most of the bytes, are not touched."""
-        assert rows, "a batch needs rows"
-        size, longest = len(rows), max(row.length for row in rows)
+        """Rows padded on the right to the longest, see `packed`."""
+        return self.packed([[row] for row in rows], with_aux)
+
+    def packed(self, bins: list[list[RowInfo]], with_aux: bool = True) -> Batch:
+        """One row for each bin: its conversations one behind the other, padded on the right to the
+        longest row; features in the store's dtype. Without `with_aux` the auxiliary states, most of
+        the bytes, are not touched."""
+        assert bins, "a batch needs rows"
+        size, longest = len(bins), max(sum(row.length for row in rows) for rows in bins)
         tokens = torch.zeros(size, longest, dtype=torch.int64)
         reply = torch.zeros_like(tokens)
         argmax = torch.full_like(tokens, -1)
+        starts = torch.arange(longest).repeat(size, 1)
         aux: Tensor | None = None
         last: Tensor | None = None
-        for place, row in enumerate(rows):
+        for place, begin, row in _laid_out(bins):
             shard, start, stop, first, end = self._locate(row)
-            length = stop - start
-            tokens[place, :length] = shard["tokens"][start:stop]
-            reply[place, :length] = shard["reply"][start:stop]
-            where = predicting(reply[place])
+            own = slice(begin, begin + stop - start)
+            said = shard["reply"][start:stop].long()
+            where = begin + predicting(said).nonzero().squeeze(1)
+            if begin:  # nobody predicts the first token of a document
+                said[0] = 0
+            tokens[place, own] = shard["tokens"][start:stop].long()
+            reply[place, own] = torch.where(said > 0, said + reply[place].max(), 0)
             argmax[place, where] = shard["argmax"][first:end].long()
+            starts[place, own] = begin
             everywhere = self.last_everywhere
             kept = shard["last"][start:stop] if everywhere else shard["last"][first:end]
             if last is None:
                 last = kept.new_zeros(size, longest, kept.shape[-1])
-            if everywhere:
-                last[place, :length] = kept
-            else:
-                last[place, where] = kept
+            last[place, own if everywhere else where] = kept
             if with_aux and "aux" in shard:
                 if aux is None:
                     aux = shard["aux"].new_zeros(size, longest, shard["aux"].shape[-1])
-                aux[place, :length] = shard["aux"][start:stop]
-        return Batch(tokens=tokens, reply=reply, aux=aux, last=last, argmax=argmax)
+                aux[place, own] = shard["aux"][start:stop]
+        several = any(len(rows) > 1 for rows in bins)
+        return Batch(tokens, reply, aux, last, argmax, starts=starts if several else None)
 
     def prompt(self, row: RowInfo) -> Tensor:
         """The tokens of a row before its first reply: int64 [n]."""
@@ -211,6 +220,15 @@ class FeatureStore:
                     f"cannot be read ({error})", where=str(file), fix=MEND
                 ) from error
         return self._mapped[number]
+
+
+def _laid_out(bins: list[list[RowInfo]]) -> Iterator[tuple[int, int, RowInfo]]:
+    """(row of the batch, place where the conversation begins in it, conversation)"""
+    for place, rows in enumerate(bins):
+        begin = 0
+        for row in rows:
+            yield place, begin, row
+            begin += row.length
 
 
 def read_manifest(path: Path) -> dict | None:

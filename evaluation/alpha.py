@@ -12,7 +12,8 @@ distribution for that token is at the teacher row u = t+1+k::
 with x the true token. beta is the chance of acceptance before the target's token is known; kept the
 chance given that the text went on with x: the lossless rule emits a draw from p, and
 P(accepted, x emitted) = min(p(x), q(x)). p is normalised over all V tokens and q is 0 outside the
-draft vocabulary, so a token that the head cannot guess is a rejection.
+draft vocabulary, so a token that the head cannot guess is a rejection. At temperature 0 the rank of
+argmax p among the head's choices is kept as well: what a tree needs to know.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spectrain.core.batch import Batch, counted, predicting
@@ -29,6 +31,7 @@ from spectrain.core.target import Target
 from spectrain.evaluation.walk import Floats, counted_steps
 from spectrain.heads.base import DraftHead
 
+Ints = NDArray[np.int32]
 _CHUNK = 1 << 24  # logits computed at a time
 
 
@@ -37,10 +40,13 @@ class Acceptance:
     """One reply at one temperature; both 0 where the step is past the reply's end.
 
     beta [n, K] chance that a draft is accepted, kept [n, K] the same given the true next token
+    ranks [n, K] at temperature 0: which choice of the head (0: the first) the target's token is, −1
+        where the head cannot guess it or the step is past the reply's end; else None
     """
 
     beta: Floats
     kept: Floats
+    ranks: Ints | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class _Teacher:
     guessable [U, D] logits of the tokens the head can guess
     token, top [U] ids of the true token and of the target's argmax (as captured: a store's states
         are rounded, and a rounded state may have another argmax)
-    slot [U] draft id of the true token, −1 where the head cannot guess it
+    slot, top_slot [U] draft ids of the two, −1 where the head cannot guess it
     token_logit [U] the target's logit of the true token
     lognorm temperature → [U] log-normaliser over all V tokens
     """
@@ -62,6 +68,7 @@ class _Teacher:
     slot: Tensor
     token_logit: Tensor
     top: Tensor
+    top_slot: Tensor
     lognorm: dict[float, Tensor]
 
 
@@ -75,6 +82,7 @@ def acceptance(
     shape = (len(temperatures), batch.tokens.numel(), steps)
     beta = torch.zeros(shape, device=batch.tokens.device)
     kept = torch.zeros_like(beta)
+    ranks = torch.full(shape[1:], -1, dtype=torch.int32, device=batch.tokens.device)
     for step in head.unroll(batch, steps):
         counts = counted(batch.reply, step.step).flatten()[step.anchors]
         rows = counts.nonzero().flatten()
@@ -84,8 +92,11 @@ def acceptance(
             for number, temperature in enumerate(temperatures):
                 found = _compare(logits, teacher, anchors + 1 + step.step, ids, temperature)
                 beta[number, anchors, step.step], kept[number, anchors, step.step] = found
+            if 0 in temperatures:
+                slots = teacher.top_slot[teacher.place[anchors + 1 + step.step]]
+                ranks[anchors, step.step] = _rank(logits, slots)
     size = (len(temperatures), *batch.tokens.shape, steps)
-    return _by_reply(batch, beta.view(size), kept.view(size))
+    return _by_reply(batch, temperatures, beta.view(size), kept.view(size), ranks.view(size[1:]))
 
 
 def _rows_at_once(vocabulary: int) -> int:
@@ -122,6 +133,7 @@ def _read_teacher(
         slots[token],
         torch.cat(token_logit),
         torch.cat(top),
+        slots[torch.cat(top)],
         {temperature: torch.cat(parts) for temperature, parts in lognorm.items()},
     )
 
@@ -147,18 +159,31 @@ def _compare(
     return beta, torch.where(slot >= 0, log_ratio.clamp(max=0).exp(), 0.0)
 
 
-def _by_reply(batch: Batch, beta: Tensor, kept: Tensor) -> list[list[list[Acceptance]]]:
-    """beta, kept [temperatures, B, T, K] → per temperature, row and reply."""
+def _rank(logits: Tensor, slots: Tensor) -> Tensor:
+    """Place of the draft ids `slots` [R] among logits [R, D], of equal ones the lower id first, as
+    argmax has it; −1 where the slot is −1."""
+    own = logits.gather(1, slots.clamp(min=0)[:, None])
+    earlier = torch.arange(logits.shape[1], device=logits.device) < slots[:, None]
+    before = (logits > own) | ((logits == own) & earlier)
+    return torch.where(slots >= 0, before.sum(-1), -1).int()
+
+
+def _by_reply(
+    batch: Batch, temperatures: Sequence[float], beta: Tensor, kept: Tensor, ranks: Tensor
+) -> list[list[list[Acceptance]]]:
+    """beta, kept [temperatures, B, T, K], ranks [B, T, K] → per temperature, row and reply."""
     arrays = [values.cpu().double().numpy() for values in (beta, kept)]
-    result: list[list[list[Acceptance]]] = [[[] for _ in batch.tokens] for _ in arrays[0]]
+    places = ranks.cpu().numpy()
+    result: list[list[list[Acceptance]]] = [[[] for _ in batch.tokens] for _ in temperatures]
     for row, reply in enumerate(batch.reply.cpu().numpy()):
         for number in np.unique(reply[1:][reply[1:] > 0]):
             predicted = np.flatnonzero(reply[1:] == number)  # t with x[t+1] in this reply
             first, count = predicted[0], len(predicted) - 1
             if count == 0:
                 continue
+            part = slice(first, first + count)
             inside = counted_steps(count, beta.shape[-1])
-            for replies, b, k in zip(result, *arrays, strict=True):
-                part = slice(first, first + count)
-                replies[row].append(Acceptance(b[row, part] * inside, k[row, part] * inside))
+            for temperature, replies, b, k in zip(temperatures, result, *arrays, strict=True):
+                own = None if temperature else np.where(inside, places[row, part], -1)
+                replies[row].append(Acceptance(b[row, part] * inside, k[row, part] * inside, own))
     return result

@@ -48,10 +48,12 @@ def race(methods: dict[str, Method], prompts: list[Tensor], clocks: dict[str, Cl
     return result
 
 
-def stock(target: Target, max_new_tokens: int, model: nn.Module | None = None) -> Method:
+def stock(
+    target: Target, max_new_tokens: int, model: nn.Module | None = None, **options: Any
+) -> Method:
     """Greedy decoding by `transformers` itself: its own model, cache and loop, nothing of ours.
 
-    model: what `library_model` gave, if it is loaded already.
+    model: what `library_model` gave, if it is loaded already; options: further ones of generate().
     """
     if model is None:
         model = library_model(target.name, target.dtype, target.device)
@@ -66,6 +68,7 @@ def stock(target: Target, max_new_tokens: int, model: nn.Module | None = None) -
             max_new_tokens=min(max_new_tokens, target.max_length - len(prompt)),
             eos_token_id=list(target.stop_ids),
             pad_token_id=target.stop_ids[0] if target.stop_ids else None,
+            **options,
         )[0, len(prompt) :].tolist()
         finish = "stop" if tokens and tokens[-1] in target.stop_ids else "length"
         return Completion(tokens, finish, max(0, len(tokens) - 1))

@@ -14,15 +14,15 @@ class Completion:
     """One reply, growing until `finish` is set.
 
     tokens: new ids, the stop token included · finish: "stop" or "length"
-    stopped_by: the stop string that ended it; the text ends before it
     forwards: target forwards after the prefill · runs: accepted drafts per forward → how often
+    stopped_by: the stop string that ended it; the text ends before it
     """
 
     tokens: list[int] = field(default_factory=list)
     finish: str = ""
-    stopped_by: str = ""
     forwards: int = 0
     runs: Counter[int] = field(default_factory=Counter)
+    stopped_by: str = ""
 
     @property
     def committed(self) -> int:

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from spectrain.generator.sampling import pick
 
-_TINY = torch.finfo(torch.float32).tiny  # for a q with nothing left: 0 / tiny is 0
-
 
 def chain(choice: Tensor, tokens: Tensor) -> Tensor:
     """The target's choice [B, M] after each token of the block tokens [B, M] → accepted [B]: `tree`
@@ -84,7 +82,8 @@ def drawn_tree(
             child = below[:, order]
             token = tokens[rows, child.clamp(min=0)][:, None]
             left = left / left.sum(1, keepdim=True)
-            drafted = drafted / drafted.sum(1, keepdim=True).clamp(min=_TINY)
+            # Of a q with nothing left this is 0/0: not above 0, so no child is tested any more.
+            drafted = drafted / drafted.sum(1, keepdim=True)
             p_child, q_child = left.gather(1, token), drafted.gather(1, token)
             tested = ~found[:, None] & (child >= 0)[:, None] & (q_child > 0)
             passed = accept_u[:, level, order, None] * q_child < p_child
@@ -142,7 +141,6 @@ def typical(
     ancestors: Tensor,
     epsilon: float = 0.09,
     delta: float = 0.3,
-    first_greedy: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Medusa's typical acceptance (arXiv 2401.10774, section 2.3.1) → accepted [B], path [B, M],
     own [B]. LOSSY: the text is not distributed as the target's.
@@ -150,9 +148,8 @@ def typical(
     p [B, M, V] probabilities after each node; tokens, parents, ancestors as in `tree`. A node x is
     accepted if p(x) > min(ε, δ·exp(−H(p))) and its parent is; H is the entropy of p in nats. The
     longest accepted path wins, of equal ones that of the first node. The target's own token is the
-    argmax of p. first_greedy: a child of the root must be the argmax, so that the first token of a
-    step is always the greedy one; without it the threshold holds for it, too (as in the authors'
-    program, which takes only the root greedily).
+    argmax of p: so the first token of each step is the greedy one, as in the authors' program, and
+    every drafted one has to pass the threshold alone.
     """
     choice = p.argmax(-1)
     parents = parents.expand_as(tokens)
@@ -160,8 +157,6 @@ def typical(
     # p of a node's token after its parent; [B, M, V] is not copied for it.
     rows = torch.arange(len(p), device=p.device)[:, None]
     accepted = p[rows, parents, tokens] > threshold.gather(1, parents)
-    if first_greedy:
-        accepted &= (parents > 0) | (tokens == choice.gather(1, parents))
     accepted[:, 0] = True
     alive = (accepted[:, None] | ~ancestors).all(-1)
     size = tokens.shape[1]

@@ -170,6 +170,12 @@ class DraftHead(nn.Module, ABC):
         return self.config.steps
 
     @property
+    def positions(self) -> int | None:
+        """Positions the head was made for; further ones are drafted all the same, and worse.
+        None: as many as its target."""
+        return None
+
+    @property
     def native(self) -> bool:
         """Whether the head is a part of its target's checkpoint (native MTP layers)."""
         return False

@@ -69,7 +69,8 @@ class DraftModelHead(DraftHead):
         self._softcap = getattr(self.decoder.config, "final_logit_softcapping", None)
         self._origin: Any = None  # tokenizer of a model that was not trained for one target
         learned = any(isinstance(m, nn.Embedding) and m is not table for m in self.modules())
-        # Rotary positions go on beyond what was trained, a table of positions ends.
+        # Rotary positions go on beyond what was trained. A table of positions ends: further tokens
+        # are read as if they were its last, and guesses there are worth little.
         self._longest = self.decoder.config.max_position_embeddings if learned else None
         for module in self.modules():
             if type(module) is nn.Linear:
@@ -175,12 +176,17 @@ class DraftModelHead(DraftHead):
     def longest_draft(self) -> int:
         return LONGEST_DRAFT
 
+    @property
+    def positions(self) -> int:
+        return self.decoder.config.max_position_embeddings
+
     # ── training face ────────────────────────────────────────────────────────
 
     def unroll(self, batch: Batch, steps: int) -> Iterator[Unrolled]:
-        self._require_room(batch.tokens.shape[1])
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        hidden = self._run(batch.tokens, Plan(positions.expand_as(batch.tokens))).flatten(0, 1)
+        positions = batch.positions
+        if self._longest is not None:
+            self._require_room(int(positions.max()) + 1)
+        hidden = self._run(batch.tokens, Plan(positions, starts=batch.starts)).flatten(0, 1)
         anchors = counted(batch.reply, 0).flatten().nonzero().flatten()
         for step in range(steps):
             rows = (anchors + 1 + step).clamp(max=len(hidden) - 1)
@@ -241,7 +247,6 @@ class DraftModelHead(DraftHead):
 
     def start(self, rows: int, slots: int) -> DraftState:
         slots += 1  # it has read one token more than there are rows with features
-        self._require_room(slots)
         device = self.decoder.get_input_embeddings().weight.device
         return DraftState(KVCache(rows, slots, device), slots)
 
@@ -292,17 +297,20 @@ class DraftModelHead(DraftHead):
         if self._longest is not None and length > self._longest:
             raise SpectrainError(
                 f"the draft model has {self._longest} positions, {length} are needed",
-                fix="use shorter prompts and replies, or another draft",
+                fix="train on shorter conversations, or another draft",
             )
 
     def _run(self, tokens: Tensor, plan: Plan) -> Tensor:
         """tokens [B, n] → what the output layer reads, [B, n, H]"""
+        positions = plan.positions
         if plan.cache is not None:
-            plan.cache.place(plan.slots, plan.positions)
+            plan.cache.place(plan.slots, positions)
+        if self._longest is not None:
+            positions = positions.clamp(max=self._longest - 1)
         return self.decoder(
             # A target may emit one of its rows beyond the tokenizer, which we need not have.
             input_ids=tokens.clamp(max=self.rows - 1),
-            position_ids=plan.positions,
+            position_ids=positions,
             # Four-dimensional, so that the library takes it as it is and builds no mask.
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
             use_cache=False,

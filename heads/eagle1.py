@@ -28,7 +28,7 @@ from spectrain.heads import eagle1_init, scoring, vocab
 from spectrain.heads.base import HeadConfig, Needs, Objective, TargetFacts
 from spectrain.heads.eagle_layer import EagleConfig, EntryLayer, sizes_of
 from spectrain.heads.linear_loss import linear_cross_entropy
-from spectrain.heads.noise import row_lengths, row_noise
+from spectrain.heads.noise import document_lengths, document_noise
 from spectrain.heads.recurrent import RecurrentHead
 
 _NOISE_LENGTH = 512  # published: noise is scaled by 512 / length of the row
@@ -118,12 +118,12 @@ class Eagle1Head(RecurrentHead):
         return features.last.to(self.dtype)
 
     def disturb(self, features: Features, batch: Batch) -> Features:
-        """As published: the noise of a row is the smaller the longer the row is."""
+        """As published: the noise of a conversation is the smaller the longer it is."""
         if not self.config.noise:
             return features
-        length = row_lengths(batch).clamp(min=1)
+        length = document_lengths(batch).clamp(min=1)
         width = 0.5 * self.config.noise * _NOISE_LENGTH / length
-        noise = row_noise(batch, features.last) * width[:, None, None].to(features.last.dtype)
+        noise = document_noise(batch, features.last) * width[..., None].to(features.last.dtype)
         return Features(features.last + noise, None)
 
     def enter(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from spectrain.heads.eagle_layer import (
 from spectrain.heads.layers import RMSNorm
 from spectrain.heads.linear_loss import linear_cross_entropy, linear_row_loss
 from spectrain.heads.losses import ROW_LOSSES, RowLoss
-from spectrain.heads.noise import row_noise
+from spectrain.heads.noise import document_noise
 from spectrain.heads.recurrent import RecurrentHead
 
 AuxLayers = tuple[int, ...]
@@ -133,7 +133,7 @@ class Eagle3Head(RecurrentHead):
         # The layers' outputs differ in size, so each gets noise of its own.
         parts = features.aux.unflatten(-1, (len(self.config.aux_layers), -1))
         size = parts.pow(2).mean(-1, keepdim=True).sqrt() * self.config.feature_noise
-        noise = row_noise(batch, features.aux).view_as(parts) * size
+        noise = document_noise(batch, features.aux).view_as(parts) * size
         return Features(features.last, (parts + noise).flatten(-2))
 
     def enter(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

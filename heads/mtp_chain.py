@@ -74,13 +74,13 @@ def unroll(parts: Modules, readout: Readout, batch: Batch, steps: int) -> Iterat
     count, length = batch.tokens.shape
     anchors = counted(batch.reply, 0).flatten().nonzero().squeeze(1)
     dtype = parts.modules[0].norm.weight.dtype
-    positions = torch.arange(length, device=batch.tokens.device).expand(count, length)
+    places = torch.arange(length, device=batch.tokens.device).expand(count, length)
+    positions, plan = batch.positions, Plan(batch.positions, starts=batch.starts)
     hidden = batch.last.to(dtype)
     for step in range(steps):
-        # Rows without a next token embed the last one; no row that counts ever looks at them.
-        fed = batch.tokens.gather(1, (positions + 1 + step).clamp(max=length - 1))
+        # Rows whose document has no such token embed another; no row that counts looks at them.
+        fed = batch.tokens.gather(1, (places + 1 + step).clamp(max=length - 1))
         embedding = readout.embed(fed).to(dtype)
-        plan = Plan(positions)
         out = parts.modules[step](parts.rotary, embedding, hidden, positions, plan)
         yield Unrolled(step, out.flatten(0, 1)[anchors], anchors)
         hidden = parts.hand_on(step, out)

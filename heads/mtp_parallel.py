@@ -113,12 +113,12 @@ class MtpParallelHead(MtpHead):
     # ── training face ────────────────────────────────────────────────────────
 
     def unroll(self, batch: Batch, steps: int) -> Iterator[Unrolled]:
-        count, length = batch.tokens.shape
         anchors = counted(batch.reply, 0).flatten().nonzero().squeeze(1)
-        positions = torch.arange(length, device=batch.tokens.device).expand(count, length)
+        positions = batch.positions
+        plan = Plan(positions, starts=batch.starts)
         hidden = batch.last.to(self.norm_of(0).weight.dtype)
         for step in range(steps):
-            out = self.heads[step](self._rotary, hidden, positions, Plan(positions))
+            out = self.heads[step](self._rotary, hidden, positions, plan)
             yield Unrolled(step, out.flatten(0, 1)[anchors], anchors)
 
     def weights(self, progress: float) -> list[float]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectrain.core.attention import Plan
+from spectrain.core.attention import Plan, causal
 from spectrain.core.batch import Batch, Features, counted
 from spectrain.core.cache import KVCache, visible_slots
 from spectrain.core.readout import Readout
@@ -69,19 +69,22 @@ def unroll(parts: Modules, readout: Readout, batch: Batch, steps: int) -> Iterat
     most = max(1, int(live.sum(1).max()))
     index = (~live).to(torch.int8).sort(dim=1, stable=True).indices[:, :most]
     real = live.gather(1, index)
-    positions = torch.arange(length, device=device).expand(batch.tokens.shape)
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    seen = causal.expand(len(positions), -1, -1)  # of the rows that step k works on
+    # Of the rows that step k works on: their positions, the places of the tokens they are fed (less
+    # one), and what they see.
+    positions = batch.positions
+    places = torch.arange(length, device=device).expand(positions.shape)
+    seen = causal(positions, batch.starts)
     own = torch.eye(most, dtype=torch.bool, device=device).expand(len(positions), -1, -1)
     cache, hidden = _Growing(), batch.last.to(dtype)
     for step in range(steps):
         if step == 1:
             hidden = hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
-            seen = causal[index]
+            seen = seen.gather(1, index[..., None].expand(-1, -1, length))
+            positions, places = positions.gather(1, index), index
         if step:
-            positions = index + step
+            positions, places = positions + 1, places + 1
             seen = torch.cat([seen, own], dim=2)
-        fed = (positions + 1).clamp(max=length - 1)
+        fed = (places + 1).clamp(max=length - 1)
         embedding = readout.embed(batch.tokens.gather(1, fed)).to(dtype)
         cache.place(positions)
         plan = Plan(positions, cache, None, seen)

@@ -1,12 +1,14 @@
-"""Noise on a row's features that depends on the step and on the row, and on nothing else.
+"""Noise on features that depends on the step and on the conversation, and on nothing else.
 
-However a batch is cut, padded or shared between processes, a row meets the same noise in a step; so
-micro-batches change memory and speed only.
+However a batch is cut, padded, packed or shared between processes, a conversation (a document of a
+row) meets the same noise in a step; so micro-batches change memory and speed only.
 
-B batch, T length, W width.
+B batch, T length, D documents, W width.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,25 +18,50 @@ from spectrain.core.batch import Batch
 _FACTOR = 6364136223846793005  # odd: multiplying by it loses nothing modulo 2^64
 
 
-def row_lengths(batch: Batch) -> Tensor:
-    """Tokens up to the end of each row's last reply, [B]; what follows is read by no anchor."""
-    place = torch.arange(1, batch.reply.shape[1] + 1, device=batch.reply.device)
-    return ((batch.reply > 0) * place).amax(1)
+@dataclass
+class _Documents:
+    """number [B, T] of the document at each place · position [B, T] in it · begin [D] flat place of
+    its first token · lengths [D] tokens up to the end of its last reply; what follows is read by no
+    anchor."""
+
+    number: Tensor
+    position: Tensor
+    begin: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Documents:
+        position = batch.positions
+        first = (position == 0).flatten()
+        number, begin = first.cumsum(0) - 1, first.nonzero().squeeze(1)
+        ends = ((batch.reply > 0) * (position + 1)).flatten()
+        lengths = torch.zeros_like(begin).scatter_reduce(0, number, ends, "amax")
+        return cls(number.view_as(position), position, begin, lengths)
 
 
-def row_noise(batch: Batch, like: Tensor) -> Tensor:
-    """Uniform in [−1, 1), [B, T, W] as `like`, 0 behind a row's last reply.
+def document_lengths(batch: Batch) -> Tensor:
+    """Tokens up to the end of the last reply of the document at each place, [B, T]."""
+    documents = _Documents.of(batch)
+    return documents.lengths[documents.number]
 
-    Drawn from torch's seed, which the training loop sets anew for each step, and the row's tokens.
+
+def document_noise(batch: Batch, like: Tensor) -> Tensor:
+    """Uniform in [−1, 1), [B, T, W] as `like`, 0 behind a document's last reply.
+
+    Drawn from torch's seed, which the training loop sets anew for each step, and the document's
+    tokens.
     """
-    lengths = row_lengths(batch)
-    inside = torch.arange(like.shape[1], device=like.device) < lengths[:, None]
+    documents = _Documents.of(batch)
+    number, position, lengths = documents.number, documents.position, documents.lengths
     factors = torch.full_like(batch.tokens[0], _FACTOR).cumprod(0)  # wraps around, as it should
-    keys = ((batch.tokens + 1) * inside * factors).sum(1)
+    hashed = (batch.tokens + 1) * (position < lengths[number]) * factors[position]
+    keys = torch.zeros_like(lengths).index_add(0, number.flatten(), hashed.flatten())
     noise = torch.zeros_like(like)
+    flat = noise.flatten(0, 1)
     generator = torch.Generator(like.device)
-    for row, (key, length) in enumerate(torch.stack([keys, lengths], dim=1).tolist()):
+    some = lengths > 0
+    for key, begin, length in torch.stack([keys, documents.begin, lengths], dim=1)[some].tolist():
         generator.manual_seed((key ^ torch.initial_seed()) & (2**63 - 1))
         drawn = torch.rand(length, like.shape[2], generator=generator, device=like.device)
-        noise[row, :length] = (2 * drawn - 1).to(like.dtype)
+        flat[begin : begin + length] = (2 * drawn - 1).to(like.dtype)
     return noise

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectrain.core.attention import grouped_attention
+from spectrain.core.attention import Plan, grouped_attention
 from spectrain.core.batch import Batch, Features, counted
 from spectrain.core.cache import KVCache, visible_slots
 from spectrain.heads.base import DraftHead, Unrolled
@@ -94,19 +94,19 @@ class RecurrentHead(DraftHead):
     # ── training face ────────────────────────────────────────────────────────
 
     def unroll(self, batch: Batch, steps: int) -> Iterator[Unrolled]:
-        length = batch.tokens.shape[1]
-        anchors = Anchors.of(counted(batch.reply, 0))
+        anchors = Anchors.of(counted(batch.reply, 0), batch.starts)
         keys: list[Tensor] = []  # of step 0, each [B, T, G, d]
         values: list[Tensor] = []
         own: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.stack]
 
-        # Row t embeds x[t+1]; the last row has no next token, and no anchor ever looks at it.
+        # Row t embeds x[t+1]; the last row of a document has none, and no anchor ever looks at it.
         following = torch.cat([batch.tokens[:, 1:], batch.tokens[:, -1:]], dim=1)
         features = Features(batch.last, batch.aux)
         if self.training:
             features = self.disturb(features, batch)
         residual, x = self.enter(self.embed(following), self.read(features))
-        table = self.rotary(torch.arange(length, device=x.device), self.dtype)
+        table = self.rotary(batch.positions, self.dtype)
+        mask = Plan(batch.positions, starts=batch.starts).mask(None)
 
         def causal(index: int, layer: EntryLayer, x: Tensor) -> Tensor:
             key, value = layer.key_value(x, table)
@@ -115,7 +115,7 @@ class RecurrentHead(DraftHead):
             query, key, value = (
                 part.to(value.dtype).transpose(1, 2) for part in (layer.query(x, table), key, value)
             )
-            out = grouped_attention(query, key, value, None, self.scale)
+            out = grouped_attention(query, key, value, mask, self.scale)
             return out.transpose(1, 2).flatten(2)
 
         residual, x = self._lower(residual, x, causal)
@@ -136,11 +136,11 @@ class RecurrentHead(DraftHead):
             )
 
         tokens = batch.tokens.flatten()
-        row_end = anchors.flat - anchors.position + length - 1
         hidden, x = (rows.flatten(0, 1).index_select(0, anchors.flat) for rows in (residual, x))
         for step in range(steps):
             if step:
-                fed = tokens[torch.minimum(anchors.flat + 1 + step, row_end)]
+                # Beyond its document an anchor is fed anything: it no longer counts.
+                fed = tokens[(anchors.flat + 1 + step).clamp(max=len(tokens) - 1)]
                 hidden, x = self._lower(*self.enter(self.embed(fed), hidden), own_rows)
             hidden = self._top(hidden, x, own_rows)
             yield Unrolled(step, hidden, anchors.flat)

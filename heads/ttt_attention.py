@@ -21,22 +21,29 @@ class Anchors:
     """Where the anchors of a batch are, as a list [R] and as a padded grid [B, A]."""
 
     flat: Tensor  # [R] b·T + t
-    position: Tensor  # [R] t
+    position: Tensor  # [R] t, counted from the start of its document
     seen: Tensor  # [B, A, T] bool: step-0 keys that the anchor in this grid cell may see
     _cell: Tensor  # [R] b·A + place within the row
 
     @classmethod
-    def of(cls, chosen: Tensor) -> Anchors:
-        """chosen [B, T] bool → the anchors, in order."""
+    def of(cls, chosen: Tensor, starts: Tensor | None = None) -> Anchors:
+        """chosen [B, T] bool → the anchors, in order; starts [B, T] of documents as in Batch."""
         batch, length = chosen.shape
-        row, position = chosen.nonzero(as_tuple=True)
-        place = (chosen.cumsum(1) - 1)[row, position]
+        row, place = chosen.nonzero(as_tuple=True)
+        number = (chosen.cumsum(1) - 1)[row, place]
         widest = int(chosen.sum(1).max()) if batch else 0
-        cell = row * widest + place
-        grid = chosen.new_zeros(batch * widest, dtype=torch.int64).index_copy(0, cell, position)
+        cell = row * widest + number
+
+        def on_grid(values: Tensor) -> Tensor:
+            empty = values.new_zeros(batch * widest)
+            return empty.index_copy(0, cell, values).view(batch, widest, 1)
+
         column = torch.arange(length, device=chosen.device)
-        seen = column <= grid.view(batch, widest, 1)
-        return cls(row * length + position, position, seen, cell)
+        seen, position = column <= on_grid(place), place
+        if starts is not None:
+            start = starts[row, place]
+            seen, position = seen & (column >= on_grid(start)), place - start
+        return cls(row * length + place, position, seen, cell)
 
     def pad(self, rows: Tensor) -> Tensor:
         """[R, …] → [B, A, …], empty cells zero."""

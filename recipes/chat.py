@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from pydantic import Field
@@ -17,7 +18,7 @@ from spectrain.evaluation.race import summary
 from spectrain.generator.completion import Completion
 from spectrain.generator.speculate import Generator
 from spectrain.generator.text import Growing, text_of
-from spectrain.recipes.drafting import DraftingConfig, SamplingConfig, told
+from spectrain.recipes.drafting import DraftingConfig, SamplingConfig
 from spectrain.recipes.generate import ids_of
 
 HELP = "/reset begins anew, /stats shows the last reply's numbers, /exit ends (so does Ctrl-D)"
@@ -37,9 +38,10 @@ def run(config: ChatConfig, lines: Iterator[str] | None = None) -> dict[str, Any
     """
     target, head = config.load()
     require_template(target.tokenizer)
-    generator = config.generator(target, head)
+    way = config.way(target, head)
+    generator = config.generator(target, head, way)
     lossy = "; LOSSY: typical acceptance" if config.typical and config.temperature else ""
-    print(f"{target.name}, {told(config.drafting(head))}{lossy}. {HELP}", file=sys.stderr)
+    print(f"{target.name}, {way}{lossy}. {HELP}", file=sys.stderr)
     opening = [{"role": "system", "content": config.system}] if config.system else []
     messages, done, seconds = list(opening), [], []
     for line in _typed() if lines is None else lines:
@@ -111,10 +113,8 @@ def _stats(done: list[Completion], seconds: list[float]) -> str:
 def _typed(ask: Callable[[str], str] = input) -> Iterator[str]:
     """Lines from the terminal, or from a pipe, until the input ends."""
     if sys.stdin.isatty():
-        try:
-            import readline  # noqa: F401  (editing and history, where the platform has it)
-        except ImportError:
-            pass
+        with suppress(ImportError):  # editing and history, where the platform has it
+            import readline  # noqa: F401
     while True:
         try:
             yield ask("> " if sys.stdin.isatty() else "")

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from spectrain.core.pretrained import library_model
 from spectrain.core.show import WIDTH
@@ -20,7 +20,7 @@ from spectrain.data.conversations import read_conversations
 from spectrain.data.tokenise import require_template
 from spectrain.evaluation import lossless
 from spectrain.generator.sampling import Sampling
-from spectrain.recipes.drafting import DraftingConfig, told
+from spectrain.recipes.drafting import DraftingConfig
 from spectrain.recipes.generate import ids_of
 from spectrain.recipes.prepare import SHIPPED_PROMPTS
 
@@ -67,6 +67,12 @@ class CheckConfig(DraftingConfig):
     replies: int = Field(150, ge=10, description="replies sampled to each context")
     self_test_replies: int = Field(6000, ge=100, description="replies in each case of it")
 
+    @model_validator(mode="after")
+    def _with_a_reference(self) -> CheckConfig:
+        if self.quantize is not None:
+            raise ValueError("quantize: transformers has no such target to compare with")
+        return self
+
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p, seed=self.seed, min_p=self.min_p)
 
@@ -77,12 +83,13 @@ def run(config: CheckConfig) -> dict[str, Any]:
     target, head = config.load()
     require_template(target.tokenizer)
     prompts = [ids_of(target, conversation) for conversation in conversations[: config.limit]]
-    generator = config.generator(target, head)
+    way = config.way(target, head, config.rows)
+    generator = config.generator(target, head, way)
     model = library_model(target.name, target.dtype, target.device)
     sampling, size = config.sampling(), (config.max_new_tokens, config.rows)
 
     def seeds() -> dict[str, Any]:
-        coupled = config.model_copy(update={"proposal": "top-k"}).generator(target, head)
+        coupled = config.model_copy(update={"proposal": "top-k"}).generator(target, head, way)
         return lossless.seeds(coupled, model, prompts, *size, sampling)
 
     def sampled() -> dict[str, Any]:
@@ -106,7 +113,7 @@ def run(config: CheckConfig) -> dict[str, Any]:
         "target": target.name,
         "dtype": str(target.dtype).removeprefix("torch."),
         "head": str(config.head) if config.head else None,
-        "drafting": told(config.drafting(head)),
+        "drafting": str(way),
         "rule": config.rule(generator),
         "temperature": config.temperature,
         "prompts": len(prompts),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +15,11 @@ from spectrain.core.packing import pack
 from spectrain.core.target import Target
 from spectrain.generator.rules import Typical
 from spectrain.generator.sampling import Sampling
+from spectrain.generator.saved_plan import SavedPlan
 from spectrain.generator.speculate import Generator
 from spectrain.generator.tree import shape_for
 from spectrain.heads.base import DraftHead
-from spectrain.heads.io import load_head
+from spectrain.heads.io import find_head, load_head
 from spectrain.heads.tree import TreeDefaults, TreeShape
 
 DRAFT_TOKENS = 3
@@ -30,6 +33,9 @@ class DraftingConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="number type of target and head; auto: float32 on a CPU"
     )
+    quantize: str | None = Field(
+        None, description="keep the target's weights as int8: faster, and another target"
+    )
     draft_tokens: int | None = Field(
         None,
         ge=1,
@@ -38,9 +44,9 @@ class DraftingConfig(Config):
     )
     tree: str | None = Field(
         None,
-        description="how to draft: chain; grown, from the head's probabilities; or a JSON file of a "
-        "static tree; default: grown for a head that names a tree, unless draft_tokens is given; "
-        "else chain",
+        description="how to draft: chain; grown, from the head's probabilities; or the JSON file "
+        "of a static tree; default, unless draft_tokens is given: what `spectrain plan` chose for "
+        "this head and machine; else grown for a head that names a tree; else chain",
     )
     tree_top_k: int | None = Field(
         None, ge=1, description="nodes of a grown tree expanded at each depth, children of each; "
@@ -91,34 +97,49 @@ class DraftingConfig(Config):
         """What is asked of a grown tree."""
         return {"top_k": self.tree_top_k, "depth": self.tree_depth, "nodes": self.tree_nodes}
 
-    def drafting(self, head: DraftHead | None) -> dict[str, Any]:
-        """`Generator`'s draft_tokens, tree or lookup."""
+    def way(self, target: Target, head: DraftHead | None, rows: int = 1) -> Way:
+        """How to draft for so many rows at a time: as asked, as planned, or as is usual."""
         if self.lookup is not None:
-            return {"lookup": self.lookup, "draft_tokens": self.draft_tokens or DRAFT_TOKENS}
+            return Way({"lookup": self.lookup, "draft_tokens": self.draft_tokens or DRAFT_TOKENS})
         if head is None:
-            return {}
+            return Way({})
         asked = any(self.tree_shape.values())
-        default = self.draft_tokens is None and (asked or head.tree is not None)
-        if self.tree == "grown" or (self.tree is None and default):
-            return {"tree": shape_for(head, **self.tree_shape)}
+        if self.draft_tokens is None and self.tree is None and not asked:
+            planned = self._planned(target, rows)
+            if planned is not None:
+                return Way({"tree": planned}, planned=True)
+            if head.tree is not None:
+                return Way({"tree": shape_for(head)})
+        if self.tree == "grown" or asked:
+            return Way({"tree": shape_for(head, **self.tree_shape)})
         if self.tree not in (None, "chain"):
-            return {"tree": _static(Path(self.tree))}
-        return {"draft_tokens": self.draft_tokens or min(DRAFT_TOKENS, head.longest_draft)}
+            return Way({"tree": _static(Path(self.tree))})
+        return Way({"draft_tokens": self.draft_tokens or min(DRAFT_TOKENS, head.longest_draft)})
+
+    def _planned(self, target: Target, rows: int) -> TreeShape | None:
+        """The choice of `spectrain plan` for this head, if there is one that holds here."""
+        plan = SavedPlan.beside(find_head(self.head), target)
+        if plan is None:
+            return None
+        reason = plan.unfit(target)
+        if reason is not None:
+            print(f"{reason}; drafting as without one", file=sys.stderr)
+            return None
+        return plan.for_batch(rows) or TreeShape.chain(0)
 
     def load(self) -> tuple[Target, DraftHead | None]:
         """The target, and the head bound to it."""
         head = load_head(self.head) if self.head else None
-        target = Target.load(self.target, dtype=self.dtype)
+        target = Target.load(self.target, dtype=self.dtype, quantize=self.quantize)
         if head is not None:
             head.check_target(target, str(self.head))
             head.bind(target.readout).to(target.device, target.dtype)
             pack(head)
         return target, head
 
-    def generator(self, target: Target, head: DraftHead | None) -> Generator:
+    def generator(self, target: Target, head: DraftHead | None, way: Way) -> Generator:
         typical = Typical(self.typical_epsilon, self.typical_delta) if self.typical else None
-        way = self.drafting(head)
-        return Generator(target, head, proposal=self.proposal, typical=typical, **way)
+        return Generator(target, head, proposal=self.proposal, typical=typical, **way.options)
 
     def rule(self, generator: Generator) -> str | None:
         """The acceptance rule, in the words that measured numbers are named with."""
@@ -169,17 +190,27 @@ class SamplingConfig(Config):
         )
 
 
-def told(way: dict[str, Any]) -> str:
-    """A way to draft in a few words."""
-    tree = way.get("tree")
-    if isinstance(tree, TreeDefaults):
-        shape = tree.model_dump()
-        return "grown tree: top {top_k}, depth {depth}, {nodes} nodes".format(**shape)
-    if tree is not None:
-        return f"static tree: {tree.nodes} nodes, depth {tree.depth}"
-    if "lookup" in way:
-        return f"prompt lookup: up to {way['draft_tokens']} drafted a step"
-    return f"{way.get('draft_tokens', 0)} drafted a step"
+@dataclass(frozen=True)
+class Way:
+    """A way to draft: `Generator`'s draft_tokens, tree or lookup; planned: chosen by `plan`."""
+
+    options: dict[str, Any]
+    planned: bool = False
+
+    def __str__(self) -> str:
+        planned = ", as planned" if self.planned else ""
+        return f"{self._shape()}{planned}"
+
+    def _shape(self) -> str:
+        tree, tokens = self.options.get("tree"), self.options.get("draft_tokens", 0)
+        if isinstance(tree, TreeDefaults):
+            shape = tree.model_dump()
+            return "grown tree: top {top_k}, depth {depth}, {nodes} nodes".format(**shape)
+        if tree is not None and not tree.is_chain:
+            return f"static tree: {tree.nodes} nodes, depth {tree.depth}"
+        if "lookup" in self.options:
+            return f"prompt lookup: up to {tokens} drafted a step"
+        return f"{tokens if tree is None else tree.nodes} drafted a step"
 
 
 def _static(path: Path) -> TreeShape:

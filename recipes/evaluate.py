@@ -17,6 +17,7 @@ from spectrain.data.shard import RowInfo
 from spectrain.data.store import FeatureStore
 from spectrain.evaluation.measure import measure, rows_for
 from spectrain.evaluation.plot import draw
+from spectrain.evaluation.ranks import DEFINITION, rank_table
 from spectrain.evaluation.report import render
 from spectrain.evaluation.summary import DEFINITIONS, by_domain, summarise
 from spectrain.heads.io import load_head
@@ -98,11 +99,12 @@ def run(config: EvalConfig) -> dict[str, Any]:
                 "rows": len(rows),
                 "note": _note(temperature, used[temperature], top_p),
                 **summarise(conversations, steps, config.seed),
+                "ranks": None if temperature else rank_table(conversations, steps),
                 "domains": by_domain(conversations, steps, config.seed),
             }
             for temperature, conversations in measured.items()
         ],
-        "definitions": DEFINITIONS,
+        "definitions": DEFINITIONS | {"ranks (in --json)": DEFINITION},
         "plot": str(config.out / PLOT),
     }
     try:

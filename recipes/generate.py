@@ -25,11 +25,11 @@ from spectrain.generator.completion import Completion
 from spectrain.generator.speculate import Clock, Generator
 from spectrain.generator.text import Growing, text_of
 from spectrain.heads.base import DraftHead
-from spectrain.recipes.drafting import DRAFT_TOKENS, DraftingConfig, SamplingConfig
+from spectrain.recipes.drafting import DraftingConfig, SamplingConfig
 from spectrain.recipes.generate_report import DEFINITIONS, render
 from spectrain.recipes.reply_file import ReplyFile
 
-__all__ = ["DRAFT_TOKENS", "GenerateConfig", "ids_of", "render", "run"]
+__all__ = ["GenerateConfig", "ids_of", "render", "run"]
 
 
 class GenerateConfig(SamplingConfig, DraftingConfig):
@@ -65,7 +65,8 @@ def run(config: GenerateConfig) -> dict[str, Any]:
     target, head = config.load()
     require_template(target.tokenizer)
     prompts = [ids_of(target, conversation) for conversation in conversations]
-    generator = config.generator(target, head)
+    way = config.way(target, head, min(config.rows, len(prompts)))
+    generator = config.generator(target, head, way)
     name = head.family if head else "prompt-lookup" if config.lookup else "spectrain-plain"
     file = None
     if config.out:
@@ -84,27 +85,37 @@ def run(config: GenerateConfig) -> dict[str, Any]:
             for index, completion in enumerate(done):
                 file.add(index, completion)
         report = {"methods": {key: value["summary"] for key, value in methods.items()}}
-        report |= _comparison(methods, name, config.seed, config.temperature == 0)
+        report |= _comparison(methods, name, config.seed, config.temperature == 0, config.quantize)
     else:
         done, seconds, clock = _decode(config, target, generator, prompts, file)
         report = {"methods": {name: summary(done, [seconds], clock)}}
     stops = (*target.stop_ids, *config.stop_ids)
     texts = [text_of(completion, target.tokenizer.decode, stops) for completion in done]
-    way = config.drafting(head)
-    shape = way.get("tree")
+    shape = way.options.get("tree")
     report |= {
         "target": target.name,
+        "quantisation": target.quantisation,
         "head": str(config.head) if config.head else None,
         "prompts": len(prompts),
         "rows": config.rows,
         "temperature": config.temperature,
         "max_new_tokens": config.max_new_tokens,
-        "draft_tokens": way.get("draft_tokens"),
+        "way": str(way),
+        "draft_tokens": way.options.get("draft_tokens"),
         "tree": None if shape is None else shape.model_dump(mode="json"),
         "lookup": config.lookup,
         "rule": config.rule(generator),
         "lossy": config.typical and config.temperature > 0,
         "stats": config.stats,
+        "beyond_the_draft": {
+            "positions": head.positions,
+            "prompts": sum(
+                len(prompt) + len(completion.tokens) > head.positions
+                for prompt, completion in zip(prompts, done, strict=True)
+            ),
+        }
+        if head is not None and head.positions
+        else None,
         "cut_by_context": sum(
             len(prompt) + config.max_new_tokens > target.max_length for prompt in prompts
         ),
@@ -183,7 +194,7 @@ def _race(
 
 
 def _comparison(
-    results: dict[str, dict[str, Any]], own: str, seed: int, greedy: bool
+    results: dict[str, dict[str, Any]], own: str, seed: int, greedy: bool, quantised: str | None
 ) -> dict[str, Any]:
     """Speed of the chosen way over each other, and in how many prompts the ids agree (sampled
     replies differ by nature: they are compared in speed only)."""
@@ -198,7 +209,9 @@ def _comparison(
                 mine.tokens == theirs.tokens
                 for mine, theirs in zip(results[own]["done"], results[name]["done"], strict=True)
             )
+            # The library runs the target as it was before it was quantised.
             for name in (others if greedy else ())
+            if not (quantised and name == "transformers")
         },
     }
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from spectrain.core.show import WIDTH
 from spectrain.evaluation.bootstrap import FEWEST
-from spectrain.heads.tree import TreeDefaults, TreeShape
-from spectrain.recipes.drafting import told
 
 DEFINITIONS = {
     "tau": "tokens committed per target forward, the target's own included; the prefill's first "
@@ -33,8 +31,10 @@ def render(report: dict[str, Any]) -> str:
         f"{report['prompts']} prompts, {report['rows']} at a time, at most "
         f"{report['max_new_tokens']} new tokens, temperature {report['temperature']:g}"
     )
+    if report["quantisation"]:
+        lines.append(f"target with {report['quantisation']} weights: not the same as without")
     rule = f", rule: {report['rule']}" if report["rule"] else ""
-    lines.append(f"{_drafted(report)}{rule}")
+    lines.append(f"{report['way']}{rule}")
     lines.append(
         f"{'':<18}{'tokens':>8}{'tokens/s':>10}{'tau':>7}{'draft':>8}{'verify':>8}{'rest':>7}"
     )
@@ -47,6 +47,12 @@ def render(report: dict[str, Any]) -> str:
         lines.append(row)
     if report["stats"]:
         lines += _stats(report)
+    beyond = report["beyond_the_draft"]
+    if beyond and beyond["prompts"]:
+        lines.append(
+            f"{beyond['prompts']} prompts went beyond the draft's {beyond['positions']} positions, "
+            "where its guesses are worse"
+        )
     if report["cut_by_context"]:
         lines.append(f"cut short by the target's context: {report['cut_by_context']} prompts")
     for against in report.get("speedup", ()):
@@ -100,18 +106,8 @@ def _one_line(report: dict[str, Any]) -> str:
     lossy = " (LOSSY: typical acceptance)" if report["lossy"] else ""
     return (
         f"\n[{method['tokens']} tokens, {method['tokens_per_second']:.1f} tokens/s{tau}, "
-        f"{_drafted(report)}{lossy}]"
+        f"{report['way']}{lossy}]"
     )
-
-
-def _drafted(report: dict[str, Any]) -> str:
-    tree = report["tree"]
-    way: dict[str, Any] = {"draft_tokens": report["draft_tokens"] or 0}
-    if tree is not None:
-        way["tree"] = (TreeShape if "paths" in tree else TreeDefaults).model_validate(tree)
-    elif report["lookup"] is not None:
-        way["lookup"] = report["lookup"]
-    return told(way)
 
 
 def _verdict(ratio: dict[str, float | None]) -> str:

@@ -129,7 +129,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         data = Data(
             lengths=[row.length for row in rows],
             supervised=[row.supervised for row in rows],
-            load=lambda places: store.batch([rows[place] for place in places], with_aux),
+            load=lambda places: store.packed([[rows[i] for i in row] for row in places], with_aux),
         )
         state = train(head, data, settings, accelerator, config.out, identity, config.extend)
         require_changes(watched, before, str(config.out), state.unreached or ())

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from spectrain import cli
 from spectrain.commands.running import split
 from spectrain.core.config import load_config
-from spectrain.recipes import evaluate, generate, prepare, train
+from spectrain.recipes import drafting, evaluate, plan, prepare, train
 from spectrain.trainer.settings import DEFAULT_EPOCHS
 
 # command → (recipe module, verb, configuration class)
@@ -24,22 +24,39 @@ RECIPES = {
     **dict.fromkeys(("train-eagle", "train-medusa", "train-mtp", "train-draft"), TRAIN),
     "compare": ("compare", "compare", "CompareConfig"),
     "eval-alpha": ("evaluate", "eval", "EvalConfig"),
+    "plan": ("plan", "plan", "PlanConfig"),
     "generate": ("generate", "generate", "GenerateConfig"),
+    "chat": ("chat", "chat", "ChatConfig"),
     "check": ("check", "check", "CheckConfig"),
 }
 CHOICES = {"version", "stage", "kind"}  # they choose the family (commands/train.py)
 NOT_SETTINGS = {"config", "set_", "json", "help"} | CHOICES
 # What a command cannot do without; it has no default.
-REQUIRED = {"eval-alpha": {"store": "store", "head": "head"}, "generate": {"prompt": "text"}}
+REQUIRED = {
+    "eval-alpha": {"store": "store", "head": "head"},
+    "plan": {"store": "store", "head": "head"},
+    "generate": {"prompt": "text"},
+}
 # Defaults that are no value of the flag, as a person reads them.
 IN_WORDS = {
     ("prepare", "prompts"): (prepare.SHIPPED_PROMPTS, "the shipped prompts"),
     ("prepare", "limit"): (None, "all"),
     ("generate", "limit"): (None, "all"),
     ("compare", "families"): (None, "all"),
-    ("generate", "draft_tokens"): (None, f"up to {generate.DRAFT_TOKENS}"),
-    ("generate", "tree"): (None, "grown for EAGLE-2, else chain"),
+    ("check", "prompts"): (prepare.SHIPPED_PROMPTS, "the shipped prompts"),
+    **{
+        (name, key): (None, words)
+        for name in ("generate", "chat", "check")
+        for key, words in (
+            ("draft_tokens", f"up to {drafting.DRAFT_TOKENS}"),
+            ("tree", "as planned, else grown for EAGLE-2, else chain"),
+            ("proposal", "drawn for chains, else top-k"),
+        )
+    },
     ("eval-alpha", "max_draft"): (None, f"up to {evaluate.MAX_DRAFT}"),
+    ("plan", "max_draft"): (None, f"up to {plan.MAX_DRAFT}"),
+    ("plan", "limit"): (None, "all"),
+    ("plan", "out"): (None, "the head's"),
     **{
         (name, "steps"): (None, f"{DEFAULT_EPOCHS:g} epochs")
         for name, recipe in RECIPES.items()
@@ -95,7 +112,7 @@ def test_one_word_has_one_meaning():
     meanings: dict[str, set] = {}
     for name in commands():
         for option in options_of(name).values():
-            if (name, option.name) != ("generate", "head"):
+            if option.name != "head" or name not in ("generate", "chat", "check"):
                 text = option.help.split("  [default")[0]
                 single = text.split("; repeat it")[0].rstrip(".")
                 meanings.setdefault(option.opts[-1], set()).add(single)
@@ -115,7 +132,7 @@ def test_shown_defaults_are_the_real_ones(name):
         shown, real = shown_default(options_of(name)[key]), getattr(plain, key)
         if (name, key) in IN_WORDS:
             assert (real, shown) == IN_WORDS[name, key]
-        elif real is None or real is False:
+        elif real is None or real is False or real == ():
             assert shown is None, key
         else:
             assert shown is not None, key

@@ -52,12 +52,12 @@ class State:
 
 @dataclass(frozen=True)
 class Data:
-    """Training rows. lengths and supervised: tokens and reply tokens of each; load: some rows as
-    one batch, on any device, features in any type."""
+    """Training conversations. lengths and supervised: tokens and reply tokens of each; load: one
+    batch, each row the conversations of a list, on any device, features in any type."""
 
     lengths: Sequence[int]
     supervised: Sequence[int]
-    load: Callable[[list[int]], Batch]
+    load: Callable[[list[list[int]]], Batch]
 
 
 def train(
@@ -90,13 +90,14 @@ def train(
     model = accelerator.prepare_model(head)
     trainable = [value for value in head.parameters() if value.requires_grad]
     rows = order.Order(data.lengths, settings.batch_size, settings.seed)
+    cut = {"micro_batch": settings.micro_batch, "pack": settings.pack_length}
     file = MetricsFile(run, after=state.step) if main else None
     watch, logged_supervised, logged_seconds = Stopwatch(), state.supervised, state.seconds
 
     with _interrupts() as interrupted, progress(steps, "train", "steps", state.step) as bar:
         while state.step < steps:
             step = state.step
-            # The same for all processes: noise is drawn by row (heads/noise.py).
+            # The same for all processes: noise is drawn by conversation (heads/noise.py).
             torch.manual_seed(order.mixed_seed(settings.seed, step))
             rate = optim.factor(settings.schedule, step, steps, settings.warmup)
             optim.set_rate(parts, rate)
@@ -105,7 +106,7 @@ def train(
 
             # The data, and how much of it counts.
             chosen = rows.batch(step)
-            mine = order.share(chosen, rank, world, settings.micro_batch)
+            mine = order.share(chosen, data.lengths, rank, world, **cut)
             batches = [data.load(part) for part in mine]
             counts = [_counts(head, batch, accelerator.device) for batch in batches]  # M × [K]
             total = accelerator.reduce(torch.stack(counts).sum(0), "sum")  # [K]
@@ -145,9 +146,7 @@ def train(
                 for part in parts.values():
                     part.optimizer.step()
                 state.skipped_in_row = 0
-                state.window.add(
-                    sums, order.padding(chosen, data.lengths, world, settings.micro_batch)
-                )
+                state.window.add(sums, order.padding(chosen, data.lengths, world, **cut))
                 state.supervised += sum(data.supervised[row] for row in chosen)
             for value in trainable:
                 value.grad = None

@@ -66,19 +66,51 @@ class Order:
         return rows[:head] + middle + rows[total - tail :]
 
 
-def share(batch: Sequence[int], rank: int, world: int, micro_batch: int) -> list[list[int]]:
-    """The micro-batches of one process: parts of its share of a batch sorted by length.
+def share(
+    batch: Sequence[int],
+    lengths: Sequence[int],
+    rank: int,
+    world: int,
+    micro_batch: int,
+    pack: int = 0,
+) -> list[list[list[int]]]:
+    """The micro-batches of one process, parts of its share of a batch sorted by length: each a list
+    of rows, each row a list of conversations.
 
-    The ranks take turns, so that all have much the same number of tokens, and every rank has the
-    same number of micro-batches. `world` has to divide the batch.
+    The ranks take turns, so that all have much the same number of tokens. A row is a single
+    conversation; with `pack` it has as many as fit into that many tokens, and the processes may
+    have different numbers of micro-batches. `world` has to divide the batch.
     """
     assert len(batch) % world == 0, "checked before the loop"
     own = list(batch[rank::world])
-    return [own[i : i + micro_batch] for i in range(0, len(own), micro_batch)]
+    rows = _packed(own, lengths, pack) if pack else [[one] for one in own]
+    return [rows[i : i + micro_batch] for i in range(0, len(rows), micro_batch)]
 
 
-def padding(batch: Sequence[int], lengths: Sequence[int], world: int, micro_batch: int) -> float:
+def _packed(own: list[int], lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Conversations in rows of at most `most` tokens, shortest row first. A longer one has a row of
+    its own. Longest first, each into the first row with room (first-fit decreasing)."""
+    rows: list[list[int]] = []
+    filled: list[int] = []
+    for one in sorted(own, key=lambda one: (-lengths[one], one)):
+        fits = (i for i, tokens in enumerate(filled) if tokens + lengths[one] <= most)
+        place = next(fits, len(rows))
+        if place == len(rows):
+            rows.append([])
+            filled.append(0)
+        rows[place].append(one)
+        filled[place] += lengths[one]
+    return [row for _, row in sorted(zip(filled, rows, strict=True))]
+
+
+def padding(
+    batch: Sequence[int], lengths: Sequence[int], world: int, micro_batch: int, pack: int = 0
+) -> float:
     """Share of positions that are padding when a batch is cut that way, over all processes."""
-    parts = [p for rank in range(world) for p in share(batch, rank, world, micro_batch)]
-    positions = sum(len(part) * max(lengths[row] for row in part) for part in parts)
+    parts = [
+        part
+        for rank in range(world)
+        for part in share(batch, lengths, rank, world, micro_batch, pack)
+    ]
+    positions = sum(len(part) * max(sum(lengths[i] for i in row) for row in part) for part in parts)
     return 1 - sum(lengths[row] for row in batch) / positions

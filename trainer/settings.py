@@ -99,7 +99,13 @@ class TrainerSettings(Config):
     micro_batch: int = Field(
         4,
         ge=1,
-        description="conversations in one forward of one process; changes memory and speed only",
+        description="rows in one forward of one process; changes memory and speed only",
+    )
+    pack_length: int = Field(
+        0,
+        ge=0,
+        description="tokens of a row that several conversations share in training; 0: one "
+        "conversation a row; changes memory and speed only",
     )
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
@@ -148,7 +154,7 @@ class TrainerSettings(Config):
 
 
 # A run may be continued with other values of these: they do not change what is learnt (the split
-# into micro-batches only by rounding).
+# into rows and micro-batches only by rounding).
 FREE_TO_CHANGE = frozenset(
-    {"micro_batch", "max_bad_steps", "save_every", "keep", "log_every", "tracker"}
+    {"micro_batch", "pack_length", "max_bad_steps", "save_every", "keep", "log_every", "tracker"}
 )

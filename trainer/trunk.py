@@ -16,6 +16,7 @@ B batch, T length, P predicting rows, H hidden, V vocabulary, K terms of the hea
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,12 @@ class JointHead(nn.Module):
 
     def objective(self, batch: Batch) -> Objective:
         """The trunk's term and the head's; `last` and `argmax` of the batch are the store's."""
-        features = self._target.forward(batch.tokens, aux_layers=self.head.needs.aux_layers)
+        features = self._target.forward(
+            batch.tokens, aux_layers=self.head.needs.aux_layers, starts=batch.starts
+        )
         loss, argmax = self._trunk_loss(batch, features.last)
-        live = Batch(
-            batch.tokens, batch.reply, features.aux, features.last, argmax, stored=batch.argmax
+        live = replace(
+            batch, aux=features.aux, last=features.last, argmax=argmax, stored=batch.argmax
         )
         # Anew every time: what a head keeps of its target's readout is out of date by now.
         heads = self.head.bind(self._target.readout).objective(live)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from tiny_models import SIZES, save_tiny
@@ -23,6 +25,8 @@ FAMILIES = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {**SLIDING, "query_pre_attn_scalar": 16}),
     "gemma3": ("gemma3_text", {**SLIDING, "query_pre_attn_scalar": 16}),
+    # Learned positions, a table of them for no more than the longest conversation.
+    "opt": ("opt", {"max_position_embeddings": 32, "ffn_dim": 64, "word_embed_proj_dim": 48}),
 }
 
 
@@ -62,6 +66,29 @@ def test_features_are_the_library_s(pair):
     aux = torch.cat([expected.hidden_states[i + 1] for i in layers[:2]], dim=-1)
     width = 2 * target.hidden_size
     torch.testing.assert_close(features.aux[..., :width], aux, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_documents_of_one_row_are_read_as_if_alone(pair):
+    """Rows of several documents, longer than a window and than a table of positions, and a padded
+    one: at every position what the library says of that document by itself."""
+    target, stock = pair
+    lengths = [[14, 9, 16], [3, 11]]
+    own = [[tokens(length, 1) + place for place, length in enumerate(row)] for row in lengths]
+    longest = max(map(sum, lengths))
+    ids = torch.zeros(2, longest, dtype=torch.int64)
+    starts = torch.arange(longest).repeat(2, 1)
+    begins = [list(accumulate(row, initial=0))[:-1] for row in lengths]
+    for row, documents in enumerate(own):
+        for begin, one in zip(begins[row], documents, strict=True):
+            ids[row, begin : begin + one.shape[1]] = one
+            starts[row, begin : begin + one.shape[1]] = begin
+    got = target.logits(target.forward(ids, starts=starts).last)
+    for row, documents in enumerate(own):
+        for begin, one in zip(begins[row], documents, strict=True):
+            alone = stock(one, use_cache=False).logits[0]
+            part = got[row, begin : begin + one.shape[1]]
+            torch.testing.assert_close(part, alone, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()

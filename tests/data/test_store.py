@@ -3,10 +3,12 @@
 import errno
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from fake_rows import SETTINGS, random_row
+from packed_rows import pack
 
 from spectrain.core import files
 from spectrain.core.batch import predicting
@@ -42,6 +44,46 @@ def test_batch_gives_back_what_was_written(store_path, pairs):
         assert torch.equal(argmax, states.argmax.long())
         assert torch.equal(logprob, states.logprob)
         assert torch.equal(lognorm, states.lognorm)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_packed_rows_hold_what_the_conversations_hold(tmp_path, everywhere):
+    """Bins of several conversations across shards = the conversations put side by side, in a batch
+    with a single one and padding; the second conversation begins with a reply."""
+    settings = SETTINGS | ({"last_states": "everywhere"} if everywhere else {})
+    pairs = [random_row(seed, length) for seed, length in enumerate((6, 11, 4, 9))]
+    pairs[1][0].reply[:] = 1
+    pairs[2][0].reply[1] = 2  # two replies, the numbers as they come
+    made = []
+    for row, states in pairs:
+        count = len(row.tokens) if everywhere else int(predicting(row.reply.long()).sum())
+        said = int(predicting(row.reply.long()).sum())
+        states = replace(
+            states,
+            last=torch.randn(count, 4),
+            argmax=torch.arange(said, dtype=torch.int32),
+            logprob=torch.zeros(said),
+            lognorm=torch.zeros(said),
+        )
+        made.append((row, states))
+    with StoreWriter.claim(tmp_path / "s", settings) as writer:
+        writer.write_shard(0, "a", made[:2])
+        writer.write_shard(1, "b", made[2:])
+        writer.finish(2)
+    store = FeatureStore.open(tmp_path / "s")
+    rows = store.rows("train")
+    alone = [store.batch([row]) for row in rows]
+    assert all(one.starts is None for one in alone)
+    got = store.packed([[rows[0], rows[1], rows[2]], [rows[3]]])
+    alone[1].reply[0, 0] = 0  # nobody predicts it, whoever lies before it
+    expected = pack([alone[:3], alone[3:]])
+    for name in ("tokens", "reply", "aux", "last", "argmax", "starts"):
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+    assert got.reply[0].tolist() == [0] * 3 + [1] * 3 + [0] + [2] * 10 + [0, 4, 3, 3]
+    assert torch.equal(predicting(got.reply)[1], predicting(expected.reply)[1])
+    assert got.positions[0].tolist() == [*range(6), *range(11), *range(4)]
+    assert got.positions[1].tolist() == [*range(9), *[0] * 12]
+    assert store.packed([[rows[0], rows[1]]], with_aux=False).aux is None
 
 
 def test_rows_of_a_split_keep_their_order(store_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,11 +11,13 @@ from head_kinds import KINDS
 
 from spectrain.core.batch import Batch, predicting
 from spectrain.evaluation.alpha import acceptance
+from spectrain.evaluation.ranks import walked
 from spectrain.evaluation.walk import walk
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Generator
 from spectrain.heads.eagle3 import Eagle3Head, Eagle3Options
 from spectrain.heads.registry import FAMILIES
+from spectrain.heads.tree import TreeShape
 
 STEPS = 3  # that the EAGLE-3 head is trained for
 LONGEST = 4  # draft of the families in turn
@@ -115,6 +119,27 @@ def test_the_same_for_every_family(tiny, of_family, gamma):
     )
     assert accepted > 20
     assert rejected > 20
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ((0,), (1,), (2,)),
+        ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 2)),
+    ],
+)
+def test_a_static_tree_commits_what_the_walk_of_the_plan_says(tiny, of_family, paths):
+    """`spectrain plan` chooses trees by this number."""
+    shape = TreeShape(paths=tuple(path for path in paths if len(path) <= of_family.longest_draft))
+    prompts = prompts_of(1, 16) + prompts_of(2, 8)
+    completions = Generator(tiny, of_family, tree=shape).generate(prompts, 24)
+    batch = captured(tiny, of_family, prompts, completions)
+    (found,) = acceptance(tiny, of_family, batch, shape.depth, [0.0])
+    conversations = [SimpleNamespace(replies=replies) for replies in found]
+    committed = sum(c.committed for c in completions)
+    forwards = sum(c.forwards for c in completions)
+    assert committed > 1.1 * forwards, "hardly anything was accepted"
+    assert walked(conversations)(shape) == committed / forwards
 
 
 def test_sampled_forwards_agree_in_the_mean(tiny, head):

@@ -47,6 +47,22 @@ def slow_reply(target, head, tokens, start, stop, steps, temperature):
     return beta, kept
 
 
+def slow_ranks(target, head, tokens, start, stop, steps):
+    """{(anchor, step): rank}: how many tokens the head prefers to the target's argmax, −1 where
+    the head cannot guess it."""
+    ranks = {}
+    for t in range(max(start - 1, 0), stop - 1):
+        for k in range(steps):
+            u = t + 1 + k
+            if u + 1 < stop:
+                best = int(np.argmax(target.table[tokens[u]].tolist()))
+                raw = head.draft_logits(tokens[t + 1], tokens[u], k).tolist()
+                order = sorted(range(len(raw)), key=lambda i: -raw[i])  # stable
+                ids = [head.ids[i].item() for i in order]
+                ranks[t, k] = ids.index(best) if best in ids else -1
+    return ranks
+
+
 def slow_forwards(kept, anchor, end, gamma):
     """Expected forwards from an anchor on, as a plain recursion over what can happen next."""
     if anchor >= end:
@@ -112,6 +128,38 @@ def test_equals_the_slow_reference(tables, temperature, draft_ids):
         assert row["forwards"] == pytest.approx(sums["forwards"][g])
         assert row["value"] == pytest.approx(tokens / sums["forwards"][g])
         assert sum(row["runs"]) == pytest.approx(row["forwards"])
+
+
+@pytest.mark.parametrize("draft_ids", [None, [0, 2, 3, 5]])
+def test_ranks_equal_the_slow_reference(tables, draft_ids):
+    """At temperature 0 alone, and a first choice is what `beta` calls an acceptance."""
+    steps = 4
+    target, head = tables.make(seed=3, steps=steps, draft_ids=draft_ids, likeness=0.5)
+    rows = tables.random_rows(1, target.vocab_size, SHAPES)
+    batch = tables.batch_of(target, rows)
+    sampled, greedy = acceptance(target, head, batch, steps, [1.0, 0.0])
+    assert all(reply.ranks is None for replies in sampled for reply in replies)
+    seen = set()
+    for (row, numbers), replies in zip(rows, greedy, strict=True):
+        for (start, stop), reply in zip(replies_of(numbers), replies, strict=True):
+            slow = slow_ranks(target, head, row, start, stop, steps)
+            expected = np.full(reply.beta.shape, -1)
+            for (t, k), rank in slow.items():
+                expected[t - max(start - 1, 0), k] = rank
+            assert (reply.ranks == expected).all()
+            assert ((reply.ranks == 0) == (reply.beta == 1)).all()
+            seen |= set(slow.values())
+    assert len(seen) > 3  # not the first choice only
+
+
+def test_of_equal_logits_the_first_is_the_choice(tables):
+    """argmax takes the lower id, so does the rank: a tie is one choice, not two."""
+    target, head = tables.make(vocab=4, steps=1)
+    target.table[:] = torch.tensor([0.0, 0.0, 1.0, 0.0])
+    head.own.zero_(), head.anchor.zero_()
+    batch = tables.batch_of(target, [([1, 1, 1, 1], [1, 1, 1, 1])])
+    (((reply,),),) = acceptance(target, head, batch, 1, [0.0])
+    assert reply.ranks.tolist() == [[2], [2]]
 
 
 def test_a_token_the_head_cannot_guess_is_a_rejection(tables):

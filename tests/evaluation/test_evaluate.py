@@ -88,6 +88,9 @@ def test_report(settings, tmp_path):
     assert greedy["tokens"] == 8 + 4
     assert [row["draft"] for row in greedy["tau"]] == [1, 2, 3]
     assert list(greedy["domains"]) == ["chat", "code"]
+    assert sampled["ranks"] is None
+    assert greedy["ranks"]["reached"][0] == 8 + 4
+    assert greedy["ranks"]["accepted"][0][0] == greedy["positions"][0]["conditional"]["value"]
     for row in sampled["positions"]:
         assert 0 < row["marginal"]["value"] < 1
     shown = printed(report)

@@ -174,7 +174,7 @@ def test_children_of():
 # ── typical acceptance ───────────────────────────────────────────────────────
 
 
-def slow_typical(p, tokens, parents, epsilon, delta, first_greedy):
+def slow_typical(p, tokens, parents, epsilon, delta):
     best = [0]
     for node in range(1, len(parents)):
         path = [node]
@@ -184,8 +184,6 @@ def slow_typical(p, tokens, parents, epsilon, delta, first_greedy):
         for above, below in itertools.pairwise(path):
             entropy = -sum(value * math.log(value) for value in p[above] if value > 0)
             good &= p[above][tokens[below]] > min(epsilon, delta * math.exp(-entropy))
-            if above == 0 and first_greedy:
-                good &= tokens[below] == p[0].index(max(p[0]))
         if good and len(path) > len(best):
             best = path
     own = p[best[-1]]
@@ -196,23 +194,20 @@ def slow_typical(p, tokens, parents, epsilon, delta, first_greedy):
     parents_of_a_tree(),
     st.integers(0, 10_000),
     st.sampled_from([(0.09, 0.3), (0.5, 0.9), (0.3, 0.5)]),
-    st.booleans(),
 )
-def test_typical_equals_the_rule_path_by_path(parents, seed, thresholds, first_greedy):
+def test_typical_equals_the_rule_path_by_path(parents, seed, thresholds):
     rows, generator = 8, torch.Generator().manual_seed(seed)
     p = distributions(rows, len(parents), generator)
     tokens = torch.randint(VOCAB, (rows, len(parents)), generator=generator)
     tree = torch.tensor(parents)
     ancestors = ancestors_of(tree[None], len(parents))[0]
-    count, path, own = verify.typical(p, tokens, tree, ancestors, *thresholds, first_greedy)
+    count, path, own = verify.typical(p, tokens, tree, ancestors, *thresholds)
     each = verify.typical(
-        p, tokens, tree.expand(rows, -1), ancestors.expand(rows, -1, -1), *thresholds, first_greedy
+        p, tokens, tree.expand(rows, -1), ancestors.expand(rows, -1, -1), *thresholds
     )
     assert all(torch.equal(*pair) for pair in zip((count, path, own), each, strict=True))
     for row in range(rows):
-        expected = slow_typical(
-            p[row].tolist(), tokens[row].tolist(), parents, *thresholds, first_greedy
-        )
+        expected = slow_typical(p[row].tolist(), tokens[row].tolist(), parents, *thresholds)
         got = path[row, : count[row] + 1].tolist()
         assert (count[row].item(), got, own[row].item()) == expected
 
@@ -223,11 +218,8 @@ def test_typical_by_hand(epsilon, accepted):
     threshold of min(0.25, 0.9·exp(−H) = 0.348) does not."""
     p = torch.tensor([[[0.6, 0.2, 0.2]] * 2])
     delta = 0.3 if accepted else 0.9
-    settings = {"epsilon": epsilon, "delta": delta, "first_greedy": False}
+    settings = {"epsilon": epsilon, "delta": delta}
     ancestors = torch.tensor([[True, False], [True, True]])
     parents = torch.tensor([0, 0])
     count, _, own = verify.typical(p, torch.tensor([[0, 2]]), parents, ancestors, **settings)
     assert (count.item(), own.item()) == (accepted, 0)
-    settings["first_greedy"] = True
-    count, _, own = verify.typical(p, torch.tensor([[0, 2]]), parents, ancestors, **settings)
-    assert (count.item(), own.item()) == (0, 0)

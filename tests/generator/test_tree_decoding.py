@@ -53,18 +53,35 @@ def test_the_published_tree_of_eagle2(tiny, prompts):
     require_said_as_read_afresh(tiny, watched)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2"])
-def test_sliding_windows(tmp_path, tokenizer, prompts, family):
+@pytest.mark.parametrize("way", [{"tree": SHAPE}, {"draft_tokens": 4}], ids=["tree", "chain"])
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("mistral", {"sliding_window": 6}),
+        ("gemma2", {"sliding_window": 6}),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    ],
+)
+def test_windows_and_experts(tmp_path, tokenizer, prompts, family, more, way):
+    """CASE 39: texts that pass the window; and targets whose tokens take different paths."""
     torch.manual_seed(1)
-    sizes = SIZES | {"sliding_window": 6, "initializer_range": 0.3}
+    sizes = SIZES | {"initializer_range": 0.3} | more
     AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).save_pretrained(
         tmp_path
     )
     tokenizer.save_pretrained(tmp_path)
     target = Target.load(str(tmp_path), pack_weights=False)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     watched, truths = helped(target, make_head(target, draft_vocab=384), prompts, 24)
-    got = Generator(target, watched, tree=SHAPE).generate(prompts, 24)
+    got = Generator(target, watched, **way).generate(prompts, 24)
     assert [c.tokens for c in got] == truths
+    for prompt, tokens in zip(prompts, truths, strict=True):
+        mask = torch.ones_like(prompt[None])
+        out = stock.generate(
+            prompt[None], attention_mask=mask, do_sample=False, max_new_tokens=len(tokens)
+        )
+        assert out[0, len(prompt) :].tolist() == tokens
     assert sum(c.committed - c.forwards for c in got) > 10
     require_said_as_read_afresh(target, watched)
 

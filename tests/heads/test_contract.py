@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from head_kinds import KINDS, STEPS, create
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_rows import documents, pack, require_same_sums
 from tiny_models import make_batch, random_rows
 
 from spectrain.core.batch import Batch, counted
@@ -149,6 +150,38 @@ def test_padding_and_micro_batching_change_nothing(tiny, kind, seed, extra):
 
 
 @every_kind
+@pytest.mark.parametrize("training", [False, True])
+@settings(max_examples=4, deadline=None)
+@given(st.integers(0, 10_000))
+def test_packing_changes_nothing(tiny, kind, training, seed):
+    """CASE 22: conversations that share a row give the sums that they give one by one, whoever is
+    beside them; in training, too, where some kinds add noise."""
+    head = KINDS[kind](tiny, 120).train(training)
+    require_same_sums(head, documents(tiny, head, seed))
+
+
+@every_kind
+@torch.no_grad()
+def test_conversations_of_one_row_do_not_meet(tiny, kind):
+    """Another conversation in the middle of a row: every logit of the others stays as it was."""
+    head = KINDS[kind](tiny, 120)
+    before, own, after = documents(tiny, head, 3, count=3)
+    other = make_batch(tiny, head, (own.tokens + 5) % 380, own.reply)
+    first, second = pack([[before, own, after]]), pack([[before, other, after]])
+    begin = before.tokens.shape[1]
+    steps, compared = min(STEPS, head.longest_draft), 0
+    for one, two in zip(head.unroll(first, steps), head.unroll(second, steps), strict=True):
+        place = one.anchors
+        outside = (place < begin) | (place >= begin + own.tokens.shape[1])
+        live = counted(first.reply, one.step).flatten()[place]
+        left, right = (head.logits(u.hidden, u.step) for u in (one, two))
+        assert torch.equal(left[live & outside], right[live & outside])
+        assert not torch.equal(left[live], right[live])
+        compared += int((live & outside).sum())
+    assert compared > 10
+
+
+@every_kind
 def test_nothing_to_learn_is_a_zero_with_a_graph(tiny, kind):
     """CASE 21: a batch without replies gives zeros, finite gradients and no error."""
     head = KINDS[kind](tiny, 120)
@@ -206,7 +239,7 @@ def test_training_changes_what_is_trainable_and_nothing_else(tiny, kind, tmp_pat
         data = Data(
             lengths=[b.tokens.shape[1] for b in batches],
             supervised=[int((b.reply > 0).sum()) for b in batches],
-            load=lambda places, batches=batches: batches[places[0]],
+            load=lambda places, batches=batches: batches[places[0][0]],
         )
         config = TrainerSettings(steps=4, batch_size=1, micro_batch=1, lr=1e-3)
         train(head, data, config, Accelerator(cpu=True), tmp_path / attempt, {"steps": 4})

@@ -16,6 +16,7 @@ from spectrain.core.target import Target
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Generator
 from spectrain.heads.io import load_head, save_head
+from spectrain.heads.tree import TreeDefaults
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,8 @@ def test_other_architectures(tmp_path, tokenizer, kind):
 
 
 def test_positions_beyond_the_draft_s_own(tmp_path, tokenizer, tiny):
-    """CASE 36: rotary positions go on; learned ones end, and that is said."""
+    """CASE 36: rotary positions go on, of learned ones the last stands for all that follow: the
+    guesses are worse, the text is the target's. Training there is refused."""
     head = load_head(folder_of(tmp_path, tokenizer, max_position_embeddings=8))
     head.check_target(tiny, "draft")
     head.bind(tiny.readout)
@@ -106,8 +108,10 @@ def test_positions_beyond_the_draft_s_own(tmp_path, tokenizer, tiny):
     head = load_head(tmp_path / "learned")
     head.check_target(tiny, "draft")
     head.bind(tiny.readout)
-    with pytest.raises(SpectrainError, match="16 positions"):
-        Generator(tiny, head, 3).generate([prompt], 8)
+    for way in ({"draft_tokens": 3}, {"tree": TreeDefaults(top_k=2, depth=3, nodes=6)}):
+        done = Generator(tiny, head, **way).generate([prompt, prompt[:12]], 8)
+        assert [c.tokens for c in done] == plain(tiny, [prompt, prompt[:12]], 8)
+    assert head.positions == 16
     tokens, reply = torch.randint(3, 380, (1, 17)), torch.ones(1, 17, dtype=torch.int64)
     with pytest.raises(SpectrainError, match="16 positions, 17 are needed"):
         head.objective(make_batch(tiny, head, tokens, reply))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from head_kinds import create
+from packed_rows import pack
 from tiny_models import make_batch, make_head, random_rows
 
 from spectrain.core.batch import Batch, Features
@@ -76,7 +77,8 @@ def test_feature_noise_in_training_alone(tiny):
     [("eagle1", {"noise": 0.2}), ("eagle1", {"steps": 3}), ("eagle3", {"feature_noise": 0.3})],
 )
 def test_noise_does_not_depend_on_how_a_batch_is_cut(tiny, name, options):
-    """In training, noise included: rows one by one, padded and in another order give the same."""
+    """In training, noise included: rows one by one, padded, in another order, side by side in one
+    row give the same."""
     head = create(tiny, name, draft_vocab_size=120, **options).train()
     tokens, reply = random_rows(torch.Generator().manual_seed(5), rows=3)
     whole = make_batch(tiny, head, tokens, reply)
@@ -97,6 +99,10 @@ def test_noise_does_not_depend_on_how_a_batch_is_cut(tiny, name, options):
     expected = loss([0, 1, 2])
     torch.testing.assert_close(loss([2, 0, 1], padding=5), expected)
     torch.testing.assert_close(loss([0]) + loss([1]) + loss([2], padding=3), expected)
+    own = [make_batch(tiny, head, tokens[i : i + 1], reply[i : i + 1]) for i in range(3)]
+    for bins in ([own], [[own[2]], [own[1], own[0]]]):
+        torch.manual_seed(77)
+        torch.testing.assert_close(head.objective(pack(bins, extra=2)).loss.detach(), expected)
     torch.manual_seed(78)
     assert not torch.allclose(head.objective(whole).loss, expected)
     assert not torch.allclose(head.eval().objective(whole).loss, expected)

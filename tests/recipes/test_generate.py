@@ -103,9 +103,12 @@ def test_sampling_is_compared_in_speed_only(flags, tmp_path):
     assert report["identical"] == {}
 
 
-def test_one_prompt_without_a_head(flags, tiny):
+def test_one_prompt_without_a_head(flags, tiny, capsys):
+    """The reply is printed while it grows, once."""
     report = generate(flags | {"prompts": None}, prompt="How many apples?")
-    assert report["text"] in render(report)
+    assert capsys.readouterr().out == report["text"] + "\n"
+    assert "tokens/s" in render(report)
+    assert report["text"] not in render(report)
     assert report["methods"]["spectrain-plain"]["tokens"] <= 12
 
 
@@ -129,13 +132,20 @@ def test_hardly_any_tokens(flags, tmp_path, new):
         ({"max_new_tokens": -1}, "max_new_tokens"),
         ({"head": "x", "tree": "grown", "draft_tokens": 3}, "--draft-tokens is of a chain"),
         ({"head": "x", "tree": "chain", "tree_depth": 3}, "tree_depth is of a grown tree"),
+        ({"lookup": 2, "head": "x"}, "needs no --head"),
+        ({"compare": True, "lookup": 2, "rows": 2}, "leave out --rows"),
+        ({"head": "x", "tree": "grown", "proposal": "drawn"}, "cannot be drawn"),
+        ({"stop": ""}, "empty stop string"),
         ({"head": "x", "draft_tokens": 2, "tree_top_k": 3}, "tree_top_k is of a grown tree"),
-        ({"tree": "grown"}, "a grown tree needs a --head"),
-        ({"tree_nodes": 3}, "a grown tree needs a --head"),
-        ({"tree": "oak"}, "tree"),
+        ({"tree": "grown"}, "a tree needs a --head"),
+        ({"tree_nodes": 3}, "a tree needs a --head"),
+        ({"tree": "oak"}, "a tree needs a --head"),
+        ({"head": "HEAD", "tree": "oak"}, "no such tree"),
     ],
 )
-def test_refusals(flags, changes, words):
+def test_refusals(flags, changes, words, tmp_path):
+    if changes.get("head") == "HEAD":
+        changes = changes | {"head": str(tmp_path / "head")}
     with pytest.raises(SpectrainError, match=words) as caught:
         generate(flags, **changes)
     assert "\n" not in str(caught.value)
@@ -162,9 +172,9 @@ def test_how_it_drafts_is_decided_and_told(flags, tiny, tmp_path):
         assert set(report["identical"].values()) == {3}
         assert shown in render(report)
     report = generate(flags, head=str(tmp_path / "eagle2"), temperature=0.8)
-    assert report["rule"] == "sampling, top-k children"
+    assert report["rule"] == "sampling, top-k"
     report = generate(flags, head=str(tmp_path / "head"), temperature=0.8)
-    assert report["rule"] == "sampling, drawn chain"
+    assert report["rule"] == "sampling, drawn"
 
 
 def test_a_tree_larger_than_is_drafted_is_refused(flags, tmp_path):

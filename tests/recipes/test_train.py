@@ -21,7 +21,7 @@ from spectrain.data.capture import capture
 from spectrain.data.shard import Row
 from spectrain.data.writer import StoreWriter
 from spectrain.heads.io import load_head
-from spectrain.heads.registry import family
+from spectrain.heads.registry import FAMILIES, family
 from spectrain.recipes import prepare, train
 from spectrain.trainer.metrics import read_metrics
 
@@ -257,18 +257,38 @@ def test_a_tracker_gets_the_metrics_too(config):
     assert len(read_metrics(config().out)) == 6
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_train_what_single_ones_do(config, tmp_path, family):
+    """CASE 22, from the store to the curve."""
+    options = {} if family == "draft" else {"draft_vocab_size": 40}
+    common = {"family": family, "head": {"steps": 2, **options}, "batch_size": 8, "lr": 1e-3}
+    runs = []
+    for pack_length in (0, 90):
+        asked = config(out=tmp_path / str(pack_length), pack_length=pack_length, **common)
+        report = train.run(asked)
+        runs.append((read_metrics(asked.out), report["acceptance"]))
+    (expected, accepted), (rows, got) = runs
+    assert [r["padding"] for r in rows] != [r["padding"] for r in expected]
+    assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
+    assert [r["seen"] for r in rows] == [r["seen"] for r in expected]
+    assert got == pytest.approx(accepted, abs=0.05)
+
+
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--cpu"]
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
-def test_two_processes_train_what_one_does(config, tmp_path, launcher):
+@pytest.mark.parametrize(
+    ("launcher", "pack_length"), [(TORCHRUN, 0), (ACCELERATE, 90)], ids=["torchrun", "accelerate"]
+)
+def test_two_processes_train_what_one_does(config, tmp_path, launcher, pack_length):
     """Through the command line, over gloo; the single-letter replies have no later draft steps."""
     one = config(out=tmp_path / "one", micro_batch=1, batch_size=8)
     train.run(one)
     two = tmp_path / "two"
     settings = {"micro_batch": 1, "batch_size": 8, "save_every": 3, "log_every": 1, "lr": 1e-2}
     settings |= {"head.steps": 3, "head.draft_vocab_size": 40, "steps": 6}
+    settings |= {"pack_length": pack_length}
     done = subprocess.run(
         [sys.executable, *launcher]
         + ["-m", "spectrain", "train-eagle", "--target", one.target, "--store", str(one.store)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from packed_rows import pack
 
 from spectrain.core.batch import Batch
 from spectrain.trainer.loop import Data, train
@@ -32,36 +33,15 @@ def corpus(tiny) -> list[Batch]:
     return rows
 
 
-def pad(batch: Batch, length: int) -> Batch:
-    """The row of a batch with more padding."""
-
-    def fill(value, with_):
-        shape = (1, length - value.shape[1], *value.shape[2:])
-        return torch.cat([value, torch.full(shape, with_, dtype=value.dtype)], dim=1)
-
-    return Batch(
-        fill(batch.tokens, 0),
-        fill(batch.reply, 0),
-        fill(batch.aux, 0),
-        fill(batch.last, 0),
-        fill(batch.argmax, -1),
-    )
-
-
-def join(rows: list[Batch], padding: int = 0) -> Batch:
-    longest = padding + max(row.tokens.shape[1] for row in rows)
-    padded = [pad(row, longest) for row in rows]
-    names = ("tokens", "reply", "aux", "last", "argmax")
-    return Batch(**{name: torch.cat([getattr(row, name) for row in padded]) for name in names})
-
-
 @pytest.fixture
 def make_data(corpus):
     """make_data(padding=0, before_load=None, rows=corpus) → Data; before_load(batch) sees each."""
 
     def make(padding=0, before_load=None, rows=corpus) -> Data:
         def load(places):
-            batch = join([rows[place] for place in places], padding)
+            batch = pack([[rows[i] for i in row] for row in places], padding)
+            if all(len(row) == 1 for row in places):
+                batch.starts = None
             if before_load:
                 before_load(batch)
             return batch

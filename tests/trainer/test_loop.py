@@ -20,23 +20,26 @@ def largest_gap(one, two):
     return max((a.float() - b.float()).abs().max().item() for (_, a), (_, b) in pairs)
 
 
-def test_one_batch_of_eight_is_four_of_two_and_eight_of_one(make_head, make_data, fit, tmp_path):
+def test_a_batch_is_the_same_however_it_is_cut(make_head, make_data, fit, tmp_path):
+    """CASE 22: eight conversations at once, two, one at a time, in rows of several of them."""
     results = {}
-    for micro_batch in (8, 2, 1):
+    ways = {"8": (8, 0), "2": (2, 0), "1": (1, 0), "packed": (2, 70), "one row": (8, 999)}
+    for name, (micro_batch, pack_length) in ways.items():
         head = make_head()
         _, rows = fit(
             head,
             make_data(),
-            tmp_path / str(micro_batch),
+            tmp_path / name,
             steps=4,
             batch_size=8,
             micro_batch=micro_batch,
+            pack_length=pack_length,
             lr=1e-2,
         )
-        results[micro_batch] = head, rows
-    whole, rows = results[8]
-    for micro_batch in (2, 1):
-        other, other_rows = results[micro_batch]
+        results[name] = head, rows
+    assert results["one row"][1][0]["padding"] == 0 < results["8"][1][0]["padding"]
+    whole, rows = results.pop("8")
+    for other, other_rows in results.values():
         assert losses(other_rows) == pytest.approx(losses(rows), rel=1e-5)
         assert [r["hits"] for r in other_rows] == [r["hits"] for r in rows]
         assert [r["seen"] for r in other_rows] == [r["seen"] for r in rows]
@@ -179,7 +182,7 @@ def test_an_unused_tensor_is_found_though_weight_decay_moves_it(
     head = make_head()
     head.unused = torch.nn.Linear(8, 8, bias=False)
     short = Batch(
-        **{name: value.clone() for name, value in vars(corpus[0]).items() if name != "stored"}
+        **{name: value.clone() for name, value in vars(corpus[0]).items() if value is not None}
     )
     short.reply[:] = 0
     short.reply[:, 3:5] = 1

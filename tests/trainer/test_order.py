@@ -40,15 +40,45 @@ def test_a_step_does_not_depend_on_what_was_asked_before(lengths, step, seed):
     assert used.batch(step) == Order(lengths, 8, seed).batch(step)
 
 
-@settings(max_examples=60, deadline=None)
-@given(lengths, st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(1, 12), st.integers(0, 9))
-def test_ranks_and_micro_batches_partition_the_batch(lengths, world, micro_batch, step):
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths,
+    st.sampled_from([1, 2, 3, 4, 6, 12]),
+    st.integers(1, 12),
+    st.integers(0, 9),
+    st.sampled_from([0, 1, 300, 1000, 9999]),
+)
+def test_ranks_micro_batches_and_rows_partition_the_batch(lengths, world, micro, step, pack):
     batch = Order(lengths, 12, 0).batch(step)
-    parts = [share(batch, rank, world, micro_batch) for rank in range(world)]
-    assert sorted(row for own in parts for part in own for row in part) == sorted(batch)
-    # The same number of forwards everywhere: otherwise some would wait for ever.
-    assert len({len(own) for own in parts}) == 1
-    assert all(len(part) <= micro_batch for own in parts for part in own)
+    parts = [share(batch, lengths, rank, world, micro, pack) for rank in range(world)]
+    assert parts == [share(batch, lengths, rank, world, micro, pack) for rank in range(world)]
+    rows = [row for own in parts for part in own for row in part]
+    assert sorted(one for row in rows for one in row) == sorted(batch)
+    assert all(0 < len(part) <= micro for own in parts for part in own)
+    # Every process has something to do at every step, without packing equally much.
+    assert all(parts)
+    if not pack:
+        assert len({len(own) for own in parts}) == 1
+        assert all(len(row) == 1 for row in rows)
+    for row in rows:
+        assert len(row) == 1 or sum(lengths[one] for one in row) <= pack
+    for own in parts:  # what was put into rows of its own does not fit together
+        filled = sorted(sum(lengths[one] for one in row) for part in own for row in part)
+        assert not pack or len(filled) < 2 or filled[0] + filled[1] > pack
+    positions = sum(
+        len(part) * max(sum(lengths[one] for one in row) for row in part)
+        for own in parts
+        for part in own
+    )
+    used = sum(lengths[one] for one in batch)
+    assert abs(padding(batch, lengths, world, micro, pack) - (1 - used / positions)) < 1e-12
+
+
+def test_packed_rows_by_hand():
+    lengths = [2, 3, 4, 5, 6, 12]
+    assert share(range(6), lengths, 0, 1, 2, 10) == [[[3, 1, 0], [4, 2]], [[5]]]
+    assert share(range(6), lengths, 0, 1, 2) == [[[0], [1]], [[2], [3]], [[4], [5]]]
+    assert padding(range(6), lengths, 1, 2, 10) == 0
 
 
 def test_rows_of_one_batch_have_similar_lengths():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from head_kinds import create
 from joint_heads import joint, stored
+from packed_rows import documents, require_same_sums
 from tiny_models import make_batch
 from transformers import AutoModelForCausalLM
 
@@ -90,6 +91,19 @@ def test_many_small_parts_of_the_logits_sum_to_one_large(tiny, tiny_path, monkey
     parts = made(batch)
     torch.testing.assert_close(parts.loss, whole.loss)
     assert torch.equal(parts.hits, whole.hits)
+
+
+@pytest.mark.parametrize(
+    ("mode", "loss"), [("lora", "distil"), ("full", "distil"), ("scratch", "text")]
+)
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp-sequential", "mtp-parallel"])
+def test_packing_changes_nothing(tiny, tiny_path, mode, loss, kind):
+    """CASE 22, the live target too reads each conversation of a row as if it were alone."""
+    options = {"steps": 2, "draft_vocab_size": 60}
+    made = joint(tiny_path, kind=kind, mode=mode, loss=loss, options=options)
+    own = documents(tiny, create(tiny, "medusa", steps=1), 12)
+    require_same_sums(made.train(), own)
+    assert made(own[0]).seen[1] > 0
 
 
 @pytest.mark.parametrize("loss", ["distil", "text"])

@@ -144,17 +144,17 @@ def test_interrupted_and_resumed_is_uninterrupted(config, tmp_path, monkeypatch,
     """In either stage, bit for bit: head, trunk, curve and report."""
     first = {"heads_first": 0.0 if mode == "scratch" else 0.5}
     train.run(config(mode, trunk=first, out=tmp_path / "whole"))
-    load = FeatureStore.batch
+    load = FeatureStore.packed
     for crash_at in (3, 9):  # two loads a step: in step 2 and in step 5
         loads = iter(range(1000))
 
-        def crash(self, rows, with_aux=True, at=crash_at, loads=loads):
-            if any(row.split == "train" for row in rows) and next(loads) == at + 1:
+        def crash(self, bins, with_aux=True, at=crash_at, loads=loads):
+            if any(row.split == "train" for (row,) in bins) and next(loads) == at + 1:
                 raise RuntimeError("crash")
-            return load(self, rows, with_aux)
+            return load(self, bins, with_aux)
 
         with monkeypatch.context() as patch:
-            patch.setattr(FeatureStore, "batch", crash)
+            patch.setattr(FeatureStore, "packed", crash)
             with pytest.raises(RuntimeError, match="crash"):
                 train.run(config(mode, trunk=first, out=tmp_path / "cut"))
     train.run(config(mode, trunk=first, out=tmp_path / "cut"))

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState, GradientState
 from spectrain.core.batch import Batch
 from spectrain.trainer.loop import train
 from spectrain.trainer.metrics import read_metrics
+from spectrain.trainer.order import share
 from spectrain.trainer.settings import TrainerSettings
 
 
@@ -93,6 +94,38 @@ def test_a_rank_without_supervised_rows_waits_for_nobody(
     for got in (two_ranks, one_rank):
         assert [r["loss"] for r in got] == pytest.approx([r["loss"] for r in expected], rel=1e-5)
         assert [r["hits"] for r in got] == [r["hits"] for r in expected]
+
+
+def test_ranks_with_unequal_numbers_of_packed_micro_batches(
+    make_head, make_data, corpus, fit, tmp_path, on_two_ranks
+):
+    """CASE 22: of the two shares of a batch one fits into fewer rows."""
+    rows = sorted(corpus, key=lambda row: row.tokens.shape[1])[:6]
+    lengths = [row.tokens.shape[1] for row in rows]
+    options = {"steps": 4, "batch_size": 6, "log_every": 1, "micro_batch": 1, "pack_length": 58}
+    parts = [share(range(6), lengths, rank, 2, 1, 58) for rank in range(2)]
+    assert [len(own) for own in parts] == [1, 2]
+    single = make_head()
+    alone = options | {"pack_length": 0}
+    _, expected = fit(single, make_data(rows=rows), tmp_path / "one", **alone)
+
+    def work(accelerator):
+        head = make_head()
+        settings = TrainerSettings(**options)
+        loads = []
+        data = make_data(rows=rows, before_load=loads.append)
+        train(head, data, settings, accelerator, tmp_path / "two", {})
+        assert len(loads) == 4 * len(parts[accelerator.process_index])
+        gap = max(
+            (a - b).abs().max().item()
+            for a, b in zip(head.parameters(), single.parameters(), strict=True)
+        )
+        assert gap < 1e-4, gap  # on both ranks
+
+    on_two_ranks(work)
+    got = read_metrics(tmp_path / "two")
+    assert [r["loss"] for r in got] == pytest.approx([r["loss"] for r in expected], rel=1e-5)
+    assert [r["hits"] for r in got] == [r["hits"] for r in expected]
 
 
 def test_a_bad_step_of_one_rank_is_skipped_by_both(make_head, make_data, tmp_path, on_two_ranks):
