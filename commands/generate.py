@@ -28,8 +28,8 @@ LongReplies = options.max_new_tokens("512")
 DraftTokens = options.draft_tokens("up to 3")
 Tree = option(
     str,
-    "Draft a chain, grow a tree, or a static tree.",
-    metavar="chain|grown|FILE",
+    "Draft a chain, a static tree, or grow one.",
+    metavar="chain|static|grown|FILE",
     default="as planned, else grown for EAGLE-2, else chain",
 )
 Lookup = option(

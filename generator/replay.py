@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from spectrain.core.errors import SpectrainError
+
 
 class Replay:
     """Calls work(); on CUDA its operations are captured the second time a key is seen and only
@@ -28,14 +30,24 @@ class Replay:
             self._graphs[key] = None
             return work()
         if self._graphs[key] is None:
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, pool=self._pool):
-                result = work()
-            self._graphs[key] = graph, result
+            self._graphs[key] = self._captured(work)
         graph, result = self._graphs[key]
         graph.replay()
         return result
+
+    def _captured(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            # thread_local: what other threads do with the device is no business of this capture.
+            mode = "thread_local"
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
+                return graph, work()
+        except RuntimeError as error:
+            first = error.__context__ or error  # ending a spoilt capture fails, too
+            raise SpectrainError(
+                f"a step cannot be captured as a CUDA graph: {first}", fix="use graphs=False"
+            ) from error
 
     def forget(self) -> None:
         """Buffers have moved: everything is captured anew."""

@@ -37,7 +37,8 @@ class Rows:
         """Begin sequences in `rows` [A] with their first new token [A]; features [A, 1, …] of the
         position before it, None where no head will read them."""
         self.keys[rows], self.current[rows] = keys, current
-        self.new[rows], self.kept[rows] = 0, 1
+        self.new.index_fill_(0, rows, 0)
+        self.kept.index_fill_(0, rows, 1)
         self.tokens[rows, 0] = current
         if features is not None and self.features is None:
             aux = None if features.aux is None else self._buffer(features.aux)

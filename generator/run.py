@@ -29,8 +29,10 @@ from spectrain.generator.replay import Replay
 from spectrain.generator.rows import Rows
 from spectrain.generator.rules import Rules
 
-# The cache is looked at in views of whole multiples of this, so that shapes repeat.
-_VIEW = 64
+# The cache is looked at in views of whole multiples of this, so that shapes repeat. On a GPU every
+# shape is a graph to capture, which takes as long as dozens of steps; a few hundred slots more to
+# read are little beside the weights.
+_VIEW, _GPU_VIEW = 64, 512
 
 
 class Run:
@@ -53,6 +55,7 @@ class Run:
         self.device, self.clock = target.device, Clock()
         self.rows = Rows(rows, drafter.depth + 1, self.device)
         self.cache = target.new_cache(rows, slots)
+        self._grain = _GPU_VIEW if self.device.type == "cuda" else _VIEW
         drafter.start(rows, slots)
         sampling, self.processors = rules.sampling, None
         changes = (sampling.repetition_penalty, sampling.min_new_tokens, sampling.suppress)
@@ -80,7 +83,7 @@ class Run:
         cache.commit(counts)
         for place, length in zip(places, lengths, strict=True):
             self.lengths[place] = length
-        self.cache.reserve(_view(max(self.lengths) + self.drafter.width, self.slots))
+        self.cache.reserve(self._view(max(self.lengths) + self.drafter.width))
         self.cache.adopt(rows, cache)
 
         at_end = features.at((counts - 1)[:, None])  # [A, 1, …]
@@ -94,7 +97,7 @@ class Run:
         # Its first reading of the prompt is no drafting yet: it counts as prefill.
         self.drafter.admit(rows, read, features, counts)
         self.rows.admit(rows, own_keys, current, at_end if self.drafter.head else None)
-        self.rows.live[rows] = True
+        self.rows.live.index_fill_(0, rows, True)
         first = current.tolist()
         self.clock.prefill += time.perf_counter() - started
         return first
@@ -102,9 +105,9 @@ class Run:
     def retire(self, places: list[int]) -> None:
         """These rows have ended: nothing of theirs is committed any more."""
         rows = torch.tensor(places, device=self.device)
-        self.rows.live[rows] = False
+        self.rows.live.index_fill_(0, rows, False)
         # They go on writing blocks, from now on where nothing is looked up.
-        self.cache.lengths[rows] = 0
+        self.cache.lengths.index_fill_(0, rows, 0)
         for place in places:
             self.lengths[place] = 0
 
@@ -128,8 +131,7 @@ class Run:
         drafter = self.drafter
         width = drafter.look(texts)
         longest = max(self.lengths)
-        view = _view(longest + width, self.slots)
-        head_view = _view(longest + 1 + drafter.room, self.slots)
+        view, head_view = self._view(longest + width), self._view(longest + 1 + drafter.room)
         work = partial(self._step, view, head_view)
         # The step's one transfer to the host: committed tokens and how many were accepted.
         report = self._replay((view, head_view, width), work).tolist()
@@ -168,6 +170,5 @@ class Run:
         rows.commit(accepted.tokens, accepted.own, read, kept)
         return torch.cat([accepted.tokens, accepted.count[:, None]], dim=1)
 
-
-def _view(needed: int, slots: int) -> int:
-    return min(slots, -(-needed // _VIEW) * _VIEW)
+    def _view(self, needed: int) -> int:
+        return min(self.slots, -(-needed // self._grain) * self._grain)

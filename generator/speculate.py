@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -117,21 +118,38 @@ class Generator:
             sampling.stop_strings,
             target.tokenizer.decode if sampling.stop_strings else None,
         )
+        given = range(len(prompts)) if numbers is None else numbers
+        keys = [row_key(sampling.seed, number) for number in given]
         count = min(rows or len(prompts), len(waiting))
         run = self._started(prompts, limits, sampling, ends, count)
         self.clock = run.clock
+        try:
+            yield from self._replies(run, prompts, keys, limits, waiting, ends)
+        finally:
+            if target.device.type == "cuda":
+                self._run = run  # buffers and graphs serve the next prompts
+
+    def _replies(
+        self,
+        run: Run,
+        prompts: Sequence[Tensor],
+        keys: list[int],
+        limits: list[int],
+        waiting: deque[int],
+        ends: Ends,
+    ) -> Iterator[Progress]:
+        """The loop: prompts into free rows, else a step of all rows, until nothing is left."""
+        count = run.rows.count
         work: list[int | None] = [None] * count  # row → prompt
         results: dict[int, Completion] = {}
         texts: dict[int, list[int]] = {}
-
         while waiting or any(index is not None for index in work):
             free = [place for place, index in enumerate(work) if index is None]
             if waiting and free:
                 places = free[: len(waiting)]
                 chosen = [waiting.popleft() for _ in places]
-                known = [index if numbers is None else numbers[index] for index in chosen]
-                keys = [row_key(sampling.seed, number) for number in known]
-                tokens = run.admit(places, [prompts[index] for index in chosen], keys)
+                own = [prompts[index] for index in chosen], [keys[index] for index in chosen]
+                tokens = run.admit(places, *own)
                 for place, index, token in zip(places, chosen, tokens, strict=True):
                     work[place], results[index] = index, Completion()
                     texts[index] = [*prompts[index].tolist(), token]
@@ -172,22 +190,23 @@ class Generator:
         rows: int,
     ) -> Run:
         """A run with room for these prompts; on a GPU the last one if it will do."""
-        drafter = self.drafter
+        drafter = copy(self.drafter)  # whose state is this run's own
         # A row may end with d tokens too many, and goes on writing blocks while others live.
         spare = drafter.depth + max(drafter.width, drafter.room) + 1
         longest = max(len(p) + limit for p, limit in zip(prompts, limits, strict=True))
-        slots, rules = longest + spare, Rules(sampling, self.typical)
+        # The steps are the same whatever the seed and the strings: what was captured serves on.
+        of_steps = replace(sampling, seed=0, stop_strings=())
+        slots, rules = longest + spare, Rules(of_steps, self.typical)
         on_gpu = self.target.device.type == "cuda"
         if on_gpu:
             slots = -(-slots // _SLOTS) * _SLOTS
-            last = self._run
+            last, self._run = self._run, None  # in use: no other stream takes it meanwhile
             if last and last.rules == rules and last.rows.count == rows and last.slots >= slots:
                 last.clock.clear()
                 last.retire(list(range(rows)))
                 return last
-        run = Run(self.target, drafter, rules, sorted(ends.ids), rows, slots, self.graphs)
-        self._run = run if on_gpu else None
-        return run
+            last = None  # its caches are freed before new ones are made
+        return Run(self.target, drafter, rules, sorted(ends.ids), rows, slots, self.graphs)
 
     def _narrows(self, free: int, count: int) -> bool:
         """Whether to drop finished rows: not on a GPU, whose shapes stay; elsewhere once a quarter

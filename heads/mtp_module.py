@@ -119,6 +119,9 @@ class RotaryTable:
 
     def __call__(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [B, n] → cos, sin [B, n, d] in the type and on the device of `like`."""
+        # Frequencies that stayed on the host would be copied in every forward: the host would wait
+        # for the device, and no graph could be captured.
+        self._embedding.to(like.device)
         return self._embedding(like, positions, **self._more)
 
 

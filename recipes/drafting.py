@@ -16,6 +16,7 @@ from spectrain.core.target import Target
 from spectrain.generator.rules import Typical
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.saved_plan import SavedPlan
+from spectrain.generator.shapes import best_tree, sparse_default
 from spectrain.generator.speculate import Generator
 from spectrain.generator.tree import shape_for
 from spectrain.heads.base import DraftHead
@@ -23,6 +24,7 @@ from spectrain.heads.io import find_head, load_head
 from spectrain.heads.tree import TreeDefaults, TreeShape
 
 DRAFT_TOKENS = 3
+STATIC_NODES = 16
 
 
 class DraftingConfig(Config):
@@ -44,8 +46,9 @@ class DraftingConfig(Config):
     )
     tree: str | None = Field(
         None,
-        description="how to draft: chain; grown, from the head's probabilities; or the JSON file "
-        "of a static tree; default, unless draft_tokens is given: what `spectrain plan` chose for "
+        description="how to draft: chain; static, the best tree of tree_nodes for the acceptance "
+        "that `plan` measured; grown, from the head's probabilities; or the JSON file of a static "
+        "tree; default, unless draft_tokens is given: what `spectrain plan` chose for "
         "this head and machine; else grown for a head that names a tree; else chain",
     )
     tree_top_k: int | None = Field(
@@ -54,7 +57,7 @@ class DraftingConfig(Config):
     )  # fmt: skip
     tree_depth: int | None = Field(None, ge=1, le=16, description="levels of a grown tree")
     tree_nodes: int | None = Field(
-        None, ge=1, description="most probable nodes of a grown tree, which the target reads"
+        None, ge=1, description="nodes of a static or a grown tree, which the target reads"
     )
     lookup: int | None = Field(
         None,
@@ -79,6 +82,8 @@ class DraftingConfig(Config):
     @model_validator(mode="after")
     def _one_way_to_draft(self) -> DraftingConfig:
         given = [name for name, value in self.tree_shape.items() if value is not None]
+        if self.tree == "static" and given == ["nodes"]:
+            given = []
         grown = self.tree == "grown" or bool(given)
         if self.tree not in (None, "chain") and self.draft_tokens is not None:
             raise ValueError("--draft-tokens is of a chain, not of a tree")
@@ -110,10 +115,12 @@ class DraftingConfig(Config):
                 return Way({"tree": planned}, planned=True)
             if head.tree is not None:
                 return Way({"tree": shape_for(head)})
+        if self.tree == "static":
+            return Way({"tree": self._static(target, head)})
         if self.tree == "grown" or asked:
             return Way({"tree": shape_for(head, **self.tree_shape)})
         if self.tree not in (None, "chain"):
-            return Way({"tree": _static(Path(self.tree))})
+            return Way({"tree": _tree_of(Path(self.tree))})
         return Way({"draft_tokens": self.draft_tokens or min(DRAFT_TOKENS, head.longest_draft)})
 
     def _planned(self, target: Target, rows: int) -> TreeShape | None:
@@ -126,6 +133,16 @@ class DraftingConfig(Config):
             print(f"{reason}; drafting as without one", file=sys.stderr)
             return None
         return plan.for_batch(rows) or TreeShape.chain(0)
+
+    def _static(self, target: Target, head: DraftHead) -> TreeShape:
+        """The tree of tree_nodes nodes that promises most tokens a forward: by what `plan` measured
+        of this head, else by an assumption."""
+        nodes, deepest = self.tree_nodes or STATIC_NODES, min(head.config.steps, head.longest_draft)
+        plan = SavedPlan.beside(find_head(self.head), target)
+        if plan is not None and plan.target == target.fingerprint:
+            return best_tree(plan.accepted[: head.longest_draft], nodes)
+        print("no plan.json with this head: the tree is built on an assumption", file=sys.stderr)
+        return sparse_default(deepest, min(10, head.config.draft_vocab_size), nodes)
 
     def load(self) -> tuple[Target, DraftHead | None]:
         """The target, and the head bound to it."""
@@ -210,17 +227,18 @@ class Way:
             return f"static tree: {tree.nodes} nodes, depth {tree.depth}"
         if "lookup" in self.options:
             return f"prompt lookup: up to {tokens} drafted a step"
-        return f"{tokens if tree is None else tree.nodes} drafted a step"
+        tokens = tokens if tree is None else tree.nodes
+        return f"{tokens} drafted a step" if tokens else "plain decoding"
 
 
-def _static(path: Path) -> TreeShape:
+def _tree_of(path: Path) -> TreeShape:
     try:
         return TreeShape.from_json(path.read_text())
     except OSError as error:
         raise SpectrainError(
             f"no such tree ({error.strerror})",
             where=str(path),
-            fix="chain, grown, or a JSON file of a static tree",
+            fix="chain, static, grown, or the JSON file of a static tree",
         ) from None
     except ValidationError as error:
         reason = error.errors()[0]["msg"]

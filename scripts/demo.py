@@ -1,4 +1,4 @@
-"""The whole story on a real model: prepare, train, evaluate, generate, one table.
+"""The whole story on a real model: prepare, train, evaluate, plan, generate, one table.
 
 Runs the shipped commands with one configuration, each as its own process, and gathers their reports
 into OUT/report.json. Interrupted anywhere, the same call goes on where it was: `prepare` and
@@ -26,7 +26,10 @@ from spectrain.core.environment import describe, settle
 from spectrain.core.failures import one_line_errors
 from spectrain.core.files import atomic_write, read_json, write_json
 
-STAGES = ("prepare", "train-eagle", "eval-alpha", "generate")
+STAGES = ("prepare", "train-eagle", "eval-alpha", "plan", "generate")
+
+
+CHAIN = 3  # drafts of the τ that is shown; what `generate` drafts is the plan's choice
 
 
 class Story:
@@ -46,7 +49,10 @@ class Story:
             return None
         digest = hashlib.sha256(spectrain.__version__.encode())
         files = (find_config(self.config), self.heldout, self.store / "manifest.json")
-        for file in (*files, *sorted(self.head.glob("*.safetensors")), self.head / "config.json"):
+        head = [*sorted(self.head.glob("*.safetensors")), self.head / "config.json"]
+        if stage == "generate":  # it drafts as planned
+            head.append(self.head / "plan.json")
+        for file in (*files, *head):
             digest.update(file.read_bytes())
         return digest.hexdigest()[:16]
 
@@ -57,6 +63,7 @@ class Story:
             "prepare": store,
             "train-eagle": [*store, "--out", str(self.train)],
             "eval-alpha": [*store, *head, "--out", str(self.out)],
+            "plan": [*store, *head],
             "generate": [*head, "--prompts", str(self.heldout), "--out", str(self.out)],
         }[stage]
         json_file = str(self.out / f"{stage}.json")
@@ -121,7 +128,7 @@ def gather(story: Story, reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The one report. α and τ are teacher-forced on held-out greedy replies; speed is measured."""
     evaluated, generated = reports["eval-alpha"], reports["generate"]
     greedy = min(evaluated["temperatures"], key=lambda part: part["temperature"])
-    gamma = min(generated["draft_tokens"], len(greedy["tau"]))
+    gamma = min(CHAIN, len(greedy["tau"]))
     tau = greedy["tau"][gamma - 1]
     speedups = generated["speedup"]
     stock = generated["identical"].get("transformers")
@@ -144,6 +151,7 @@ def gather(story: Story, reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "alpha_note": f"temperature {greedy['temperature']:g}; low and high: 95 % interval of the "
         "conditional, bootstrap over conversations",
         "tau": {key: tau[key] for key in ("value", "low", "high")} | {"draft_tokens": gamma},
+        "way": generated["way"],
         "tau_generated": generated["methods"][speedups[0]["method"]]["tau"],
         "temperatures": evaluated["temperatures"],
         "speedup": speedups[0],
@@ -177,6 +185,7 @@ def show(report: dict[str, Any], path: Path) -> str:
         "",
         f"τ {_interval(tau)} tokens per target forward, {tau['draft_tokens']} drafted, greedy, "
         "held-out",
+        f"generate: {report['way']}, τ {_plain(report['tau_generated'])}",
         *(f"speed {_interval(ratio)} × {ratio['baseline']}" for ratio in report["speedups"]),
         f"greedy output equal to transformers': {same['identical']} of {same['prompts']} prompts",
         f"minutes: {sum(report['stages'].values()) / 60:.1f} ("
@@ -185,6 +194,10 @@ def show(report: dict[str, Any], path: Path) -> str:
         f"report {path}, plot {report['plot']}",
     ]
     return "\n".join(lines)
+
+
+def _plain(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def _interval(number: dict[str, Any]) -> str:

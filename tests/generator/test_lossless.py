@@ -12,7 +12,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -186,6 +186,7 @@ def trees(draw):
     return parents
 
 
+@settings(deadline=None)
 @given(
     trees(),
     st.sampled_from(["top", "drawn", "peeking"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
@@ -59,6 +59,7 @@ SETTINGS = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(SETTINGS, st.integers(0, 10_000), st.booleans())
 def test_every_node_equals_the_library_along_its_path(settings, seed, as_chain):
     """Three steps of two rows with prompts of different length: at each node what `generate`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import replace
 
@@ -99,6 +100,20 @@ def test_replies_are_told_as_they_grow(tiny, prompts, ending):
     whole = Generator(tiny).generate(prompts, 24)
     assert [parts[index] for index in range(len(prompts))] == [c.tokens for c in whole]
     assert sorted(finished) == list(range(len(prompts))) != finished
+
+
+@pytest.mark.parametrize("way", [*WAYS.values(), {"lookup": 2, "draft_tokens": 2}])
+def test_two_streams_of_one_generator_do_not_meet(tiny, prompts, way):
+    head = None if "lookup" in way else KINDS["eagle3"](tiny, 120)
+    generator = Generator(tiny, head, **way)
+    told = [{}, {}]
+    streams = [generator.stream(part, 12, rows=2) for part in (prompts[:4], prompts[4:])]
+    for states in itertools.zip_longest(*streams):
+        for mine, state in zip(told, states, strict=True):
+            if state is not None:
+                mine[state.index] = state.completion.tokens
+    together = [done[index] for done in told for index in sorted(done)]
+    assert together == [c.tokens for c in Generator(tiny).generate(prompts, 12)]
 
 
 def test_leaving_a_stream_early_is_no_harm(tiny, prompts):

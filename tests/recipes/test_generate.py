@@ -15,8 +15,11 @@ from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
 from spectrain.data.conversations import read_conversations
 from spectrain.data.tokenise import prompt_ids
+from spectrain.generator.costs import Costs, machine
 from spectrain.generator.decode import complete
+from spectrain.generator.saved_plan import Choice, SavedPlan
 from spectrain.heads.io import save_head
+from spectrain.heads.tree import TreeShape
 from spectrain.recipes.generate import GenerateConfig, render, run
 
 ROWS = [prompt("How many apples?"), talk("one two", "old reply"), prompt("the fox", domain="code")]
@@ -175,6 +178,59 @@ def test_how_it_drafts_is_decided_and_told(flags, tiny, tmp_path):
     assert report["rule"] == "sampling, top-k"
     report = generate(flags, head=str(tmp_path / "head"), temperature=0.8)
     assert report["rule"] == "sampling, drawn"
+
+
+def test_static_trees(flags, tiny, tmp_path, capsys):
+    """By assumption without a plan, by what was measured with one, and from a file; the same ids."""
+    head = tmp_path / "head"
+
+    def paths(**changes):
+        report = generate(flags, head=str(head), compare=True, **changes)
+        assert set(report["identical"].values()) == {3}
+        return report["tree"]["paths"]
+
+    assert len(paths(tree="static")) == 16
+    assert "built on an assumption" in capsys.readouterr().err
+    accepted = ((0.1, 0.8), (0.9, 0.05))
+    machine = {"dtype": "float32", "device": "another", "threads": 64}
+    times = {"verify": {1: 1.0}, "extend": {1: 1.0}, "expand": {1: 1.0}}
+    costs = Costs(**machine, **times, batch=1, context=1)
+    choice = Choice(tree=None, speedup=1.0, costs=costs)
+    plan = SavedPlan(target=tiny.fingerprint, accepted=accepted, choices={1: choice}, **machine)
+    plan.save(head / "plan.json")
+    # What a head gets accepted does not depend on the machine; what to draft does.
+    assert paths(tree="static", tree_nodes=3) == [[0], [1], [1, 0]]
+    report = generate(flags, head=str(head))
+    assert report["draft_tokens"] == 3
+    assert "drafting as without one" in capsys.readouterr().err
+    file = tmp_path / "tree.json"
+    file.write_text('{"paths": [[1], [0], [0, 0]]}')
+    assert paths(tree=str(file)) == [[0], [1], [0, 0]]
+    file.write_text('{"paths": [[0, 0]]}')
+    with pytest.raises(SpectrainError, match="has no parent"):
+        paths(tree=str(file))
+
+
+def test_the_plan_is_followed(flags, tiny, tmp_path):
+    """Where nothing pays, decoding is plain; what is asked for goes before the plan."""
+    head = tmp_path / "head"
+    machine_ = {
+        "dtype": "float32", "device": machine(tiny.device), "threads": torch.get_num_threads()
+    }  # fmt: skip
+    times = {"verify": {1: 1.0}, "extend": {1: 1.0}, "expand": {1: 1.0}}
+    choices = {}
+    for batch, tree in ((1, TreeShape(paths=((0,), (1,)))), (3, None)):
+        costs = Costs(**machine_, **times, batch=batch, context=1)
+        choices[batch] = Choice(tree=tree, speedup=1.0, costs=costs)
+    SavedPlan(target=tiny.fingerprint, accepted=((0.5,),), choices=choices, **machine_).save(
+        head / "plan.json"
+    )
+    one = generate(flags, head=str(head))
+    assert one["way"] == "static tree: 2 nodes, depth 1, as planned"
+    three = generate(flags, head=str(head), rows=3)
+    assert three["way"] == "plain decoding, as planned"
+    assert three["methods"]["eagle3"]["tau"] == 1
+    assert generate(flags, head=str(head), draft_tokens=2)["way"] == "2 drafted a step"
 
 
 def test_a_tree_larger_than_is_drafted_is_refused(flags, tmp_path):
