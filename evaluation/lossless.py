@@ -151,6 +151,23 @@ def sampling_real(
     }
 
 
+def undecided(
+    model: nn.Module, contexts: Sequence[Tensor], sampling: Sampling, count: int
+) -> list[Tensor]:
+    """The `count` of these contexts after whose likeliest first token the next one's largest
+    probability is nearest to 1/2: where all is settled, or nothing likely, a wrong rule changes
+    little. Nothing drawn has a part in the choice."""
+
+    def distance(context: Tensor) -> float:
+        text = context.tolist()
+        for _ in range(2):
+            p = sampling.warp(next_logits(model, [text])[0])
+            text.append(int(p.argmax()))
+        return abs(float(p.max()) - 0.5)
+
+    return sorted(contexts, key=distance)[:count]
+
+
 def _drawing(token: int, p: Tensor, seed: int, count: int) -> list[int]:
     """Numbers of requests whose first draw from p [V] is this token. What they draw later is
     independent of it: a row's random numbers are."""

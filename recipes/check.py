@@ -34,9 +34,9 @@ DEFINITIONS = {
     "between two tokens; other types: shown, not judged",
     "self-test": "engine alone: whole replies of 3 tokens of a made-up target of 6, every rule, "
     "tree and kind of proposal, against their exact probabilities; chi-square, Bonferroni",
-    "sampling": "replies of 3 tokens to several contexts (the ends of the prompts), the first one "
-    "the likeliest: the others, given those before them, against the library's own probabilities; "
-    "chi-squares added up",
+    "sampling": "replies of 3 tokens to several contexts (ends of prompts, the least decided), "
+    "the first token the likeliest: the others, given those before them, against the library's own "
+    "probabilities; chi-squares added up",
     "odds": "that a part that draws at random fails although nothing is wrong: 1 in 10,000",
     "sees": "total variation (share of the draws that would have to change) from the true "
     "distribution, in every context, that would have been noticed with odds of 90 %, whatever its "
@@ -60,11 +60,13 @@ class CheckConfig(DraftingConfig):
         0.0, ge=0, le=1, description="only tokens at least so probable as this times the likeliest"
     )
     seed: int = Field(0, ge=0, description="of everything random")
-    contexts: int = Field(8, ge=1, description="prompts whose ends are sampled from, the first")
+    contexts: int = Field(
+        8, ge=1, description="prompts whose ends are continued by sampling, the least decided ones"
+    )
     context_tokens: int = Field(
         12, ge=1, description="length of those ends: short, for each is read `replies` times"
     )
-    replies: int = Field(150, ge=10, description="replies sampled to each context")
+    replies: int = Field(300, ge=10, description="replies sampled to each context")
     self_test_replies: int = Field(6000, ge=100, description="replies in each case of it")
 
     @model_validator(mode="after")
@@ -93,8 +95,9 @@ def run(config: CheckConfig) -> dict[str, Any]:
         return lossless.seeds(coupled, model, prompts, *size, sampling)
 
     def sampled() -> dict[str, Any]:
-        ends = [prompt[-config.context_tokens :] for prompt in prompts[: config.contexts]]
-        return lossless.sampling_real(generator, model, ends, config.replies, sampling)
+        ends = [prompt[-config.context_tokens :] for prompt in prompts]
+        chosen = lossless.undecided(model, ends, sampling, config.contexts)
+        return lossless.sampling_real(generator, model, chosen, config.replies, sampling)
 
     todo = {"greedy": lambda: lossless.greedy(generator, model, prompts, *size)}
     if not sampling.greedy:

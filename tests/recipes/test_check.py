@@ -228,6 +228,22 @@ def sampled(tiny, stock, prompts, way, typical=None):
     return lossless.sampling_real(generator, stock, prompts, 300, Sampling(0.8, top_k=6))
 
 
+def test_undecided_contexts_come_first(tiny, stock, prompts):
+    contexts = [prompt[:size] for prompt in prompts for size in (2, 4, 6)]
+    found = lossless.undecided(stock, contexts, WARM, 3)
+
+    @torch.no_grad()
+    def largest(context):
+        for _ in range(2):
+            p = WARM.warp(stock(context[None]).logits[0, -1])
+            context = torch.cat([context, p.argmax()[None]])
+        return float(p.max())
+
+    distances = {tuple(context.tolist()): abs(largest(context) - 0.5) for context in contexts}
+    expected = sorted(distances, key=distances.get)[:3]
+    assert [tuple(context.tolist()) for context in found] == expected
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_samples_of_a_right_engine_pass(tiny, stock, prompts, way):
     """1 of 10,000 seeds would fail."""
