@@ -49,6 +49,7 @@ for command in (
     generate.generate,
     generate.chat,
     measure.compare,
+    measure.check,
     prepare.targets,
 ):
     app.command()(command)

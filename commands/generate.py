@@ -21,7 +21,7 @@ Head = option(str, "Trained head; without one, plain decoding.", metavar="FOLDER
 Prompts = options.prompts()
 Prompt = option(str, "One prompt, as text.", metavar="TEXT")
 Out = options.out()
-Temperature = option(float, "Sampling temperature, 0 = greedy.", default="0")
+Temperature = option(float, options.TEMPERATURE, default="0")
 TopP = option(float, "Nucleus; 1 = everything.", default="1")
 MaxNewTokens = options.max_new_tokens("128")
 LongReplies = options.max_new_tokens("512")
@@ -42,7 +42,7 @@ Proposal = option(
     default="drawn for chains, else top-k",
 )
 Typical = option(bool, "LOSSY: accept whatever is likely enough; changes the output.", "--typical")
-Rows = option(int, "Prompts decoded at the same time.", default="1")
+Rows = option(int, options.ROWS, default="1")
 Stop = option(list[str], "Text that ends a reply; may be repeated.", "--stop", metavar="TEXT")
 Stats = option(bool, "Also show acceptance by depth and time by stage.", "--stats")
 Compare = option(bool, "Also decode without the head; compare speed and tokens.", "--compare")

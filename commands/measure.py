@@ -1,10 +1,10 @@
-"""`spectrain eval-alpha`, `spectrain plan` and `spectrain compare`."""
+"""`spectrain eval-alpha`, `spectrain plan`, `spectrain compare` and `spectrain check`."""
 
 from __future__ import annotations
 
 import typer
 
-from spectrain.commands import options, running
+from spectrain.commands import generate, options, running
 from spectrain.commands.options import (
     ConfigFile,
     Json,
@@ -26,10 +26,21 @@ PlanReply, PlanDraft = options.max_new_tokens("128"), options.max_draft("up to 6
 Batch = option(
     list[str], "Batch size; repeat it or separate by commas.", metavar="NUMBER", default="1, 8, 32"
 )
+Dtype = option(
+    str,
+    "Number type of target and head; auto: float32 on a CPU.",
+    metavar="auto|float32|bfloat16|float16",
+    default="auto",
+)
 CompareStore, CompareOut = options.store("runs/store"), options.out("runs/compare")
 Families = option(str, "Only these entries, e.g. eagle3,medusa.", metavar="NAMES", default="all")
 DraftTokens = options.draft_tokens("5")
 RacePrompts = option(int, "Prompts in the race.", "--race-prompts", default="24")
+CheckPrompts = options.prompts("the shipped prompts")
+CheckLimit = option(int, options.LIMIT, default="20")
+CheckNewTokens = options.max_new_tokens("64")
+CheckRows = option(int, options.ROWS, default="8")
+CheckTemperature = option(float, options.TEMPERATURE, default="0.7")
 
 
 def eval_alpha(
@@ -106,3 +117,35 @@ def compare(
     """
     given = ctx.params | {"families": running.split([families] if families else None)}
     running.run("compare", "compare", "CompareConfig", given)
+
+
+def check(
+    ctx: typer.Context,
+    target: Target = None,
+    head: generate.Head = None,
+    prompts: CheckPrompts = None,
+    limit: CheckLimit = None,
+    max_new_tokens: CheckNewTokens = None,
+    rows: CheckRows = None,
+    draft_tokens: generate.DraftTokens = None,
+    tree: generate.Tree = None,
+    lookup: generate.Lookup = None,
+    proposal: generate.Proposal = None,
+    typical: generate.Typical = None,
+    temperature: CheckTemperature = None,
+    dtype: Dtype = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Prove that drafting changes nothing, with this target and head.
+
+    Exits with 1 if a part does not hold; the odds of a false alarm are shown.
+
+    \b
+    Examples:
+      spectrain check --head runs/train/head
+      spectrain check --head runs/train/head --tree grown --dtype bfloat16
+    """
+    running.run("check", "check", "CheckConfig", ctx.params)

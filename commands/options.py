@@ -33,6 +33,11 @@ def prompts(default: str | None = None) -> Any:
     return option(str, "JSONL file, one conversation a line.", metavar="FILE", default=default)
 
 
+LIMIT = "Use only so many conversations."
+ROWS = "Prompts decoded at the same time."
+TEMPERATURE = "Sampling temperature, 0 = greedy."
+
+
 def temperatures(default: str) -> Any:
     text = "Sampling temperature, 0 = greedy; repeat it or separate by commas."
     return option(list[str], text, metavar="NUMBER", default=default)
@@ -56,7 +61,7 @@ Target = option(
     metavar="NAME",
     default="smollm2-135m",
 )
-Limit = option(int, "Use only so many conversations.", default="all")
+Limit = option(int, LIMIT, default="all")
 OnBadRow = option(str, "At a line that is no conversation.", metavar="stop|skip", default="stop")
 Seed = option(int, "Seed of everything random.", default="0")
 Overwrite = option(bool, "Replace what other settings made there.", "--overwrite")

@@ -16,13 +16,15 @@ GO_ON = ("prepare", "train", "compare")  # verbs that go on where they were inte
 def run(recipe: str, verb: str, config_class: str, given: Mapping[str, Any]) -> None:
     """Run `spectrain.recipes.<recipe>`, print and write its report.
 
-    given: the command's parameters by name; None or empty where a flag was not given.
+    given: the command's parameters by name; None or empty where a flag was not given. A report
+    that tells of a `failure` is printed and written all the same; then the command fails with it.
     """
     flags = dict(given)
     file, overrides, json = (flags.pop(name) for name in ("config", "set_", "json"))
     kept = verb == "generate" and flags.get("out") and not flags.get("compare")
     with one_line_errors(goes_on=verb in GO_ON or bool(kept)):
         from spectrain.core.config import load_config
+        from spectrain.core.errors import RunFailed
         from spectrain.core.files import require_writable
 
         if json is not None:
@@ -31,6 +33,8 @@ def run(recipe: str, verb: str, config_class: str, given: Mapping[str, Any]) -> 
         model = getattr(module, config_class)
         report = module.run(load_config(model, verb, file, overrides or [], flags))
         finish(report, json, getattr(module, "render", None))
+        if report.get("failure"):
+            raise RunFailed(report["failure"])
 
 
 def finish(

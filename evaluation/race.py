@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectrain.core.pretrained import library_model
 from spectrain.core.progress import progress
@@ -48,10 +48,15 @@ def race(methods: dict[str, Method], prompts: list[Tensor], clocks: dict[str, Cl
     return result
 
 
-def stock(target: Target, max_new_tokens: int, **options: Any) -> Method:
+def stock(
+    target: Target, max_new_tokens: int, model: nn.Module | None = None, **options: Any
+) -> Method:
     """Greedy decoding by `transformers` itself: its own model, cache and loop, nothing of ours.
-    options: further ones of its generate()."""
-    model = library_model(target.name, target.dtype, target.device)
+
+    model: what `library_model` gave, if it is loaded already; options: further ones of generate().
+    """
+    if model is None:
+        model = library_model(target.name, target.dtype, target.device)
 
     @torch.inference_mode()
     def decode(prompt: Tensor) -> Completion:

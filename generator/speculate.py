@@ -66,11 +66,11 @@ class Generator:
 
         proposal, when sampling: children are the head's likeliest tokens (top-k; the default for
         trees: a seed gives the same text as without a head) or drawn from its distribution (the
-        default for chains: more is accepted). typical: accept by this LOSSY rule. graphs: on CUDA
-        capture steps and replay them.
+        default for chains: more is accepted). typical: accept by this LOSSY rule, of the likeliest
+        tokens. graphs: on CUDA capture steps and replay them.
         """
         self.target, self.head, self.typical, self.graphs = target, head, typical, graphs
-        self.drafter = _drafter(target, head, draft_tokens, tree, lookup, proposal)
+        self.drafter = _drafter(target, head, draft_tokens, tree, lookup, proposal, typical)
         self.gamma = self.drafter.depth  # most drafts that one step can accept
         self.drawn = isinstance(self.drafter, Static) and self.drafter.drawn
         self.clock = Clock()
@@ -237,6 +237,7 @@ def _drafter(
     tree: TreeDefaults | TreeShape | None,
     lookup: int | None,
     proposal: Proposal | None,
+    typical: Typical | None,
 ) -> Drafter:
     """What was asked for, or one clear line why not."""
     device = target.device
@@ -269,5 +270,10 @@ def _drafter(
         tree = TreeShape.chain(draft_tokens)
     if not tree.nodes:
         return Static(None, tree, device)
-    drawn = tree.is_chain if proposal is None else proposal == "drawn"
+    drawn = proposal == "drawn" or (proposal is None and tree.is_chain and not typical)
+    if drawn and typical:
+        raise SpectrainError(
+            "typical acceptance is of the head's likeliest tokens, not of drawn ones",
+            fix="leave out proposal drawn",
+        )
     return Static(head, tree, device, drawn)

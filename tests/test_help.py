@@ -27,6 +27,7 @@ RECIPES = {
     "plan": ("plan", "plan", "PlanConfig"),
     "generate": ("generate", "generate", "GenerateConfig"),
     "chat": ("chat", "chat", "ChatConfig"),
+    "check": ("check", "check", "CheckConfig"),
 }
 CHOICES = {"version", "stage", "kind"}  # they choose the family (commands/train.py)
 NOT_SETTINGS = {"config", "set_", "json", "help"} | CHOICES
@@ -42,9 +43,10 @@ IN_WORDS = {
     ("prepare", "limit"): (None, "all"),
     ("generate", "limit"): (None, "all"),
     ("compare", "families"): (None, "all"),
+    ("check", "prompts"): (prepare.SHIPPED_PROMPTS, "the shipped prompts"),
     **{
         (name, key): (None, words)
-        for name in ("generate", "chat")
+        for name in ("generate", "chat", "check")
         for key, words in (
             ("draft_tokens", f"up to {drafting.DRAFT_TOKENS}"),
             ("tree", "as planned, else grown for EAGLE-2, else chain"),
@@ -110,7 +112,7 @@ def test_one_word_has_one_meaning():
     meanings: dict[str, set] = {}
     for name in commands():
         for option in options_of(name).values():
-            if option.name != "head" or name not in ("generate", "chat"):
+            if option.name != "head" or name not in ("generate", "chat", "check"):
                 text = option.help.split("  [default")[0]
                 single = text.split("; repeat it")[0].rstrip(".")
                 meanings.setdefault(option.opts[-1], set()).add(single)

@@ -18,6 +18,7 @@ from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
 from spectrain.generator import verify
 from spectrain.generator.decode import complete
+from spectrain.generator.rules import Typical
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Clock, Generator
 from spectrain.heads.tree import TreeDefaults
@@ -227,6 +228,15 @@ def test_the_rule_gets_the_distribution_that_was_drawn_from(tiny, prompts, monke
             torch.testing.assert_close(distribution.sum(-1), torch.ones(distribution.shape[:-1]))
 
 
+def test_typical_acceptance_is_used_by_chains_that_nobody_asked_to_be_drawn(tiny, prompts):
+    """Everything is likely enough: a whole chain of the head's likeliest tokens each step."""
+    everything = Typical(epsilon=1e-9, delta=1e-9)
+    generator = Generator(tiny, NoisyTarget(tiny, 0.1), 3, typical=everything)
+    assert not generator.drawn
+    for done in generator.generate(prompts[:3], 9, Sampling(1.0)):
+        assert max(done.runs) == 3
+
+
 def test_only_model_forwards_are_no_overhead(tiny, prompts, monkeypatch):
     """A slow sampler shows up as overhead, not as drafting."""
     warp = Sampling.warp
@@ -258,6 +268,8 @@ def test_impossible_settings(tiny):
         Generator(tiny, None, 3)
     with pytest.raises(SpectrainError, match="between 1 and 16"):
         Generator(tiny, make_head(tiny), 0)
+    with pytest.raises(SpectrainError, match="not of drawn ones"):
+        Generator(tiny, make_head(tiny), 3, typical=Typical(), proposal="drawn")
     for bad in ({"temperature": -1}, {"top_p": 0}, {"top_k": -2}):
         with pytest.raises(SpectrainError):
             Sampling(**bad)
