@@ -8,13 +8,14 @@ from preparing import PROMPTS, write
 
 from spectrain.core.config import SHIPPED, VERBS, load_config, shipped_configs
 from spectrain.heads.registry import FAMILIES, family
-from spectrain.recipes import compare, evaluate, generate, prepare, train
+from spectrain.recipes import compare, evaluate, generate, plan, prepare, train
 from spectrain.recipes.train import tuned_target
 
 MODELS = {
     "prepare": (prepare.PrepareConfig, {}),
     "train": (train.TrainConfig, {}),
     "eval": (evaluate.EvalConfig, {"store": "store", "head": "head"}),
+    "plan": (plan.PlanConfig, {"store": "store", "head": "head"}),
     "generate": (generate.GenerateConfig, {"prompts": "prompts.jsonl", "head": "head"}),
     "compare": (compare.CompareConfig, {}),
 }
@@ -47,7 +48,7 @@ def test_shipped_configuration_is_valid(name):
 def test_shipped_recipe_runs(name, tiny_path, tmp_path):
     """The whole way through the recipe's own settings, on the tiny target and a few prompts."""
     found = sections(name)
-    assert set(found) == {"prepare", "train", "eval", "generate"}
+    assert set(found) - {"plan"} == {"prepare", "train", "eval", "generate"}
     target, store = str(tiny_path), tmp_path / "store"
     prompts = write(tmp_path / "prompts.jsonl", PROMPTS)
     common = {"target": target}
@@ -84,10 +85,16 @@ def test_shipped_recipe_runs(name, tiny_path, tmp_path):
     flags = common | trained | {"store": str(store)}
     measured = evaluate.run(load_config(evaluate.EvalConfig, "eval", name, flags=flags))
     assert all(part["tau"][0]["value"] >= 1 for part in measured["temperatures"])
+    if "plan" in found:
+        flags = common | {"head": trained["head"], "store": str(store)}
+        overrides = ["context=20", "repeats=1"]
+        plan.run(load_config(plan.PlanConfig, "plan", name, overrides, flags))
     flags = common | trained | {"prompts": str(prompts), "limit": 2, "max_new_tokens": 10}
     flags |= {"compare": True}
     written = generate.run(load_config(generate.GenerateConfig, "generate", name, flags=flags))
-    assert (written["tree"] is not None) == (train_of(name).family == "eagle2")
+    assert written["way"].endswith("as planned") == ("plan" in found)
+    own = train_of(name).family == "eagle2" or "plan" in found
+    assert (written["tree"] is not None) == own
     # float32 and greedy: the same ids as the library's own decoding
     assert written["identical"]["transformers"] == 2
 
