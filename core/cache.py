@@ -20,6 +20,7 @@ class KVCache:
         self.positions = torch.zeros(rows, slots, dtype=torch.int64, device=device)
         self._row = torch.arange(rows, device=device)[:, None]
         self._room = slots  # allocated of them
+        self._known: tuple[Tensor, dict[tuple[int, int], Tensor]] | None = None  # see _places
         # [B, G, room, d]: what attention reads lies side by side.
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -43,12 +44,20 @@ class KVCache:
         """Put keys, values [B, n, G, d] into slots [B, n] of `layer`."""
         new = keys.transpose(1, 2), values.transpose(1, 2)
         for stored, part in zip(self._stored(layer, new), new, strict=True):
-            stored[self._at(stored, slots)] = part
+            places = self._places(slots, *stored.shape[1:3])
+            stored.view(-1, stored.shape[3]).index_copy_(0, places, part.flatten(0, 2))
 
-    def _at(self, stored: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Index of the slots [B, n] in a stored [B, G, room, d]: what is there is [B, G, n, d]."""
-        group = torch.arange(stored.shape[1], device=self.device)[:, None]
-        return self._row[..., None], group, slots[:, None]
+    def _places(self, slots: Tensor, groups: int, room: int) -> Tensor:
+        """Rows [B·G·n] of slots [B, n] in a stored [B, G, room, d] seen as [B·G·room, d]. One index
+        for all layers: an index of three tensors takes two to four times as long (docs/LOG.md)."""
+        kind = groups, room
+        if self._known is None or self._known[0] is not slots:
+            self._known = slots, {}
+        known = self._known[1]
+        if kind not in known:
+            group = torch.arange(groups, device=self.device)
+            known[kind] = ((self._row * groups + group)[..., None] * room + slots[:, None]).flatten()
+        return known[kind]
 
     def read(self, layer: int, view: int) -> tuple[Tensor, Tensor]:
         """The first `view` slots of a layer: two views [B, G, view, d]."""
@@ -66,8 +75,15 @@ class KVCache:
             start = self.lengths[:, None]
             source, slots = start + path, start + torch.arange(path.shape[1], device=self.device)
             self.positions[self._row, slots] = self.positions[self._row, source]
+            # A list each: the two must not push one another out of `_known`.
+            moved: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
             for stored in (tensor for pair in self._layers.values() for tensor in pair):
-                stored[self._at(stored, slots)] = stored[self._at(stored, source)]
+                kind = stored.shape[1:3]
+                if kind not in moved:
+                    moved[kind] = self._places(source, *kind), self._places(slots, *kind)
+                taken, put = moved[kind]
+                flat = stored.view(-1, stored.shape[3])
+                flat.index_copy_(0, put, flat.index_select(0, taken))
         self.lengths += counts
 
     def adopt(self, rows: Tensor, other: KVCache, chosen: Tensor | None = None) -> None:

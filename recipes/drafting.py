@@ -130,6 +130,7 @@ class DraftingConfig(Config):
         """The choice of `spectrain plan` for this head, if there is one that holds here."""
         plan = SavedPlan.beside(find_head(self.head), target)
         if plan is None:
+            print("how much to draft is a guess: `spectrain plan` measures it", file=sys.stderr)
             return None
         reason = plan.unfit(target)
         if reason is not None:
