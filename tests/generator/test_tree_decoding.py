@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from head_kinds import KINDS
+from head_kinds import KINDS, create
 from helped_heads import Helped, Markov, helped, require_said_as_read_afresh
 from scipy.stats import chisquare
 from tiny_models import SIZES, make_head
@@ -194,3 +194,16 @@ def test_impossible_settings(tiny):
         Generator(tiny, head, 3, SHAPE)
     with pytest.raises(SpectrainError, match="tree_nodes: 99 is more than 12"):
         Generator(tiny, head, tree=TreeDefaults(top_k=3, depth=2, nodes=99))
+    with pytest.raises(SpectrainError, match="cannot be drawn"):
+        Generator(tiny, head, tree=SHAPE, proposal="drawn")
+    with pytest.raises(SpectrainError, match="choice number 121, it can guess 120"):
+        Generator(tiny, head, tree=TreeShape(paths=((120,),)))
+
+
+def test_a_tree_deeper_than_the_heads_is_refused_with_both_numbers(tiny):
+    """CASE 37: three heads, a tree four deep; fixed or grown."""
+    head = create(tiny, "medusa", steps=3, draft_vocab_size=120)
+    for tree in (TreeShape.chain(4), TreeDefaults(top_k=2, depth=4, nodes=6)):
+        with pytest.raises(SpectrainError, match=r"4.*3") as caught:
+            Generator(tiny, head, tree=tree)
+        assert "\n" not in str(caught.value)

@@ -120,9 +120,10 @@ def test_a_typical_head_is_told_lossy(flags, tmp_path):
     assert CliRunner().invoke(cli.app, ["check", *arguments]).exit_code == 0
 
 
-def test_bfloat16(flags):
+@pytest.mark.parametrize("way", [{"draft_tokens": 2}, {"tree": "static", "tree_nodes": 5}])
+def test_bfloat16(flags, way):
     """Replies are compared, differences measured by the type's own bound, seeds not judged."""
-    report = check(flags, dtype="bfloat16", temperature=1.0)
+    report = check(flags, dtype="bfloat16", temperature=1.0, **way)
     found = verdicts(report)
     assert found.pop("seeds") == "shown"
     assert set(found.values()) == {"holds"}
