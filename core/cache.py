@@ -55,8 +55,8 @@ class KVCache:
             self._known = slots, {}
         known = self._known[1]
         if kind not in known:
-            group = torch.arange(groups, device=self.device)
-            known[kind] = ((self._row * groups + group)[..., None] * room + slots[:, None]).flatten()
+            group = self._row * groups + torch.arange(groups, device=self.device)
+            known[kind] = (group[..., None] * room + slots[:, None]).flatten()
         return known[kind]
 
     def read(self, layer: int, view: int) -> tuple[Tensor, Tensor]:
