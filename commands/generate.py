@@ -39,7 +39,7 @@ Proposal = option(
     str,
     "When sampling: draft the likeliest tokens, or draw them. Both are lossless.",
     metavar="top-k|drawn",
-    default="drawn for chains, else top-k",
+    default="drawn for unplanned chains, else top-k",
 )
 Typical = option(bool, "LOSSY: accept whatever is likely enough; changes the output.", "--typical")
 Rows = option(int, options.ROWS, default="1")

@@ -39,7 +39,7 @@ RacePrompts = option(int, "Prompts in the race.", "--race-prompts", default="24"
 CheckPrompts = options.prompts("the shipped prompts")
 CheckLimit = option(int, options.LIMIT, default="20")
 CheckNewTokens = options.max_new_tokens("64")
-CheckRows = option(int, options.ROWS, default="8")
+CheckRows = option(int, options.ROWS, default="1")
 CheckTemperature = option(float, options.TEMPERATURE, default="0.7")
 
 

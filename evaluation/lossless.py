@@ -27,6 +27,7 @@ from spectrain.evaluation.identity import (
 )
 from spectrain.evaluation.proof import Fit, fit
 from spectrain.evaluation.race import stock
+from spectrain.evaluation.reference import library_warp
 from spectrain.generator.completion import Completion
 from spectrain.generator.randomness import OWN, row_key, uniform
 from spectrain.generator.rules import Typical
@@ -54,7 +55,7 @@ def greedy(
             if found:
                 differences.append(_greedy_measured(found, model, prompt, mine, target.dtype))
             bar.update(1)
-    return _identity(done, differences, compared)
+    return _identity(generator, done, differences, compared)
 
 
 def seeds(
@@ -78,7 +79,7 @@ def seeds(
         if found:
             before = [*prompts[index].tolist(), *mine.tokens[: found.position]]
             differences.append(_draw_measured(found, model, before, sampling))
-    result = _identity(done, differences, compared)
+    result = _identity(generator, done, differences, compared)
     if target.dtype != torch.float32:
         result["verdict"] = "shown"
     return result
@@ -128,7 +129,7 @@ def sampling_real(
     with progress(len(contexts), "sampling", "contexts") as bar:
         for index, context in enumerate(contexts):
             own = replace(sampling, seed=(sampling.seed << 16) + index)
-            first = own.warp(next_logits(model, [context.tolist()])[0]).cpu()
+            first = library_warp(next_logits(model, [context.tolist()]), own)[0]
             numbers = _drawing(int(first.argmax()), first, own.seed, count)
             replies = _replies(generator, context, own, numbers)
             fits += _fits(model, context.tolist(), [c.tokens for c in replies], own)
@@ -136,7 +137,7 @@ def sampling_real(
             bar.update(1)
     whole = Fit.together(fits)
     return {
-        "verdict": _judged(whole, FALSE_ALARM),
+        "verdict": _judged(whole, FALSE_ALARM, tried=_tried(generator, done)),
         "contexts": len(contexts),
         "replies_each": count,
         "texts_continued": sum(fit.mean > 0 for fit in fits),
@@ -161,7 +162,7 @@ def undecided(
     def distance(context: Tensor) -> float:
         text = context.tolist()
         for _ in range(2):
-            p = sampling.warp(next_logits(model, [text])[0])
+            p = library_warp(next_logits(model, [text]), sampling)[0]
             text.append(int(p.argmax()))
         return abs(float(p.max()) - 0.5)
 
@@ -205,7 +206,7 @@ def _fits(
         if not texts:
             continue
         logits = next_logits(model, [[*context, *text] for text in texts])
-        for text, p in zip(texts, sampling.warp(logits).cpu(), strict=True):
+        for text, p in zip(texts, library_warp(logits, sampling), strict=True):
             after = [r[length] for r in replies if len(r) > length and tuple(r[:length]) == text]
             fits.append(fit(torch.bincount(torch.tensor(after), minlength=len(p)), p))
     return fits
@@ -226,7 +227,7 @@ def _draw_measured(
 ) -> Difference:
     if found.ours is None or found.theirs is None:
         return found
-    p = sampling.warp(next_logits(model, [before])[0]).cpu()
+    p = library_warp(next_logits(model, [before]), sampling)[0]
     key = torch.tensor([row_key(sampling.seed, found.prompt)])
     drawn = float(uniform(key, OWN, torch.tensor([found.position])))
     margin = max(draw_margin(p, drawn, token) for token in (found.ours, found.theirs))
@@ -234,11 +235,12 @@ def _draw_measured(
 
 
 def _identity(
-    done: list[Completion], differences: list[Difference], compared: int
+    generator: Generator, done: list[Completion], differences: list[Difference], compared: int
 ) -> dict[str, Any]:
     tolerated = sum(difference.tolerated for difference in differences)
+    same = "holds" if _tried(generator, done) and compared else "untried"
     return {
-        "verdict": "holds" if tolerated == len(differences) else "fails",
+        "verdict": same if tolerated == len(differences) else "fails",
         "replies": len(done),
         "equal": len(done) - len(differences),
         "tolerated": tolerated,
@@ -254,5 +256,13 @@ def _accepted(done: Sequence[Completion]) -> float:
     return sum(c.committed for c in done) / forwards - 1 if forwards else 0.0
 
 
-def _judged(result: Fit, level: float) -> str:
-    return "fails" if result.p_value < level else "holds"
+def _tried(generator: Generator, done: Sequence[Completion]) -> bool:
+    """Whether acceptance was tried at all: with nothing to draft there is nothing to try."""
+    return not generator.gamma or _accepted(done) > 0
+
+
+def _judged(result: Fit, level: float, tried: bool = True) -> str:
+    """A part that nothing was seen of does not hold: it says so."""
+    if result.p_value < level:
+        return "fails"
+    return "holds" if tried and result.draws else "untried"

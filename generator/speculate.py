@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -69,9 +69,14 @@ class Generator:
         default for chains: more is accepted). typical: accept by this LOSSY rule, of the likeliest
         tokens. graphs: on CUDA capture steps and replay them.
         """
-        self.target, self.head, self.typical, self.graphs = target, head, typical, graphs
+        if proposal not in (None, *get_args(Proposal)):
+            raise SpectrainError(f"proposal {proposal!r}", fix="choose top-k or drawn")
+        if proposal == "drawn" and head is None:
+            raise SpectrainError("drawn proposals need a head to draw from", where="proposal")
+        self.target, self.head, self.graphs = target, head, graphs
         self.drafter = _drafter(target, head, draft_tokens, tree, lookup, proposal, typical)
         self.gamma = self.drafter.depth  # most drafts that one step can accept
+        self.typical = typical if self.gamma else None  # it is about drafts
         self.drawn = isinstance(self.drafter, Static) and self.drafter.drawn
         self.clock = Clock()
         self._run: Run | None = None
@@ -105,6 +110,8 @@ class Generator:
         """As `generate`, telling of every reply after each step. numbers: those of the prompts
         (None: 0, 1, 2 …), which together with the seed decide what is drawn for each."""
         sampling = sampling or Sampling()
+        if rows is not None and rows < 1:
+            raise SpectrainError(f"{rows} rows", where="rows", fix="1 or more, None for all")
         limits = self._limits(prompts, max_new_tokens)
         waiting = deque(index for index, limit in enumerate(limits) if limit)
         for index, limit in enumerate(limits):
@@ -219,6 +226,12 @@ class Generator:
             raise SpectrainError(f"max-new-tokens {max_new_tokens} is negative")
         longest = self.target.max_length
         for index, prompt in enumerate(prompts):
+            if prompt.dim() != 1 or prompt.dtype != torch.int64:
+                raise SpectrainError(
+                    f"a tensor {list(prompt.shape)} of {prompt.dtype}",
+                    where=f"prompt {index + 1}",
+                    fix="give token ids as an int64 tensor of one dimension",
+                )
             if not 0 < len(prompt) < longest:
                 raise SpectrainError(
                     f"{len(prompt)} tokens; the target reads {longest}, one of them for the reply",

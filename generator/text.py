@@ -15,7 +15,8 @@ def text_of(done: Completion, decode: Callable[[list[int]], str], stop_ids: Sequ
     if tokens and done.finish == "stop" and tokens[-1] in stop_ids:
         tokens = tokens[:-1]
     text = decode(tokens)
-    return text[: text.find(done.stopped_by)] if done.stopped_by else text
+    place = text.find(done.stopped_by) if done.stopped_by else -1
+    return text[:place] if place >= 0 else text
 
 
 class Growing:

@@ -21,7 +21,10 @@ from spectrain.generator.text import Growing, text_of
 from spectrain.recipes.drafting import DraftingConfig, SamplingConfig
 from spectrain.recipes.generate import ids_of
 
-HELP = "/reset begins anew, /stats shows the last reply's numbers, /exit ends (so does Ctrl-D)"
+HELP = (
+    "/reset begins anew, /stats shows the last reply's numbers, /exit ends (so does Ctrl-D); "
+    "Ctrl-C cuts a reply, what is there stays"
+)
 
 
 class ChatConfig(SamplingConfig, DraftingConfig):
@@ -52,6 +55,8 @@ def run(config: ChatConfig, lines: Iterator[str] | None = None) -> dict[str, Any
             messages = list(opening)
         elif line == "/stats":
             print(_stats(done[-1:], seconds[-1:]), file=sys.stderr)
+        elif line == "/help":
+            print(HELP, file=sys.stderr)
         elif line.startswith("/"):
             print(f"unknown command {line.split()[0]!r}. {HELP}", file=sys.stderr)
         elif line:
@@ -118,5 +123,6 @@ def _typed(ask: Callable[[str], str] = input) -> Iterator[str]:
     while True:
         try:
             yield ask("> " if sys.stdin.isatty() else "")
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
+            print(file=sys.stderr)
             return

@@ -72,7 +72,7 @@ class DraftingConfig(Config):
         None,
         description="what is drafted when sampling: the head's likeliest tokens (a seed then gives "
         "the text of plain decoding), or tokens drawn from its distribution; both are lossless; "
-        "default: drawn for a chain, top-k for a tree",
+        "default: drawn for a chain, top-k for a tree and for what is planned",
     )
     typical: bool = Field(
         False,
@@ -96,6 +96,11 @@ class DraftingConfig(Config):
             raise ValueError("--lookup drafts chains and needs no --head and no --tree")
         if self.head is None and (grown or self.tree not in (None, "chain")):
             raise ValueError("a tree needs a --head")
+        if self.head is None and self.lookup is None and (self.typical or self.draft_tokens):
+            given = "--typical" if self.typical else "--draft-tokens"
+            raise ValueError(f"{given} is about drafts: give a --head or --lookup")
+        if self.head is None and self.proposal == "drawn":
+            raise ValueError("--proposal drawn needs a --head to draw from")
         if self.proposal == "drawn" and grown:
             raise ValueError("nodes of a grown tree cannot be drawn: use a chain or a static tree")
         return self
@@ -145,7 +150,11 @@ class DraftingConfig(Config):
         plan = SavedPlan.beside(find_head(self.head), target)
         if plan is not None and plan.target == target.fingerprint:
             return best_tree(plan.accepted[: head.longest_draft], nodes)
-        print("no plan.json with this head: the tree is built on an assumption", file=sys.stderr)
+        print(
+            "the tree is a guess, each choice half as often right as the one before it: "
+            "`spectrain plan` measures it",
+            file=sys.stderr,
+        )
         return sparse_default(deepest, min(10, head.config.draft_vocab_size), nodes)
 
     def load(self) -> tuple[Target, DraftHead | None]:
@@ -159,14 +168,16 @@ class DraftingConfig(Config):
 
     def generator(self, target: Target, head: DraftHead | None, way: Way) -> Generator:
         typical = Typical(self.typical_epsilon, self.typical_delta) if self.typical else None
-        return Generator(target, head, proposal=self.proposal, typical=typical, **way.options)
+        # What is planned depends on the batch; the likeliest children give the same text with all.
+        proposal = self.proposal or ("top-k" if way.planned else None)
+        return Generator(target, head, proposal=proposal, typical=typical, **way.options)
 
     def rule(self, generator: Generator) -> str | None:
         """The acceptance rule, in the words that measured numbers are named with."""
         if not generator.gamma:
             return None
         if self.temperature == 0:
-            return "greedy"
+            return "greedy (typical acceptance is exact match here)" if self.typical else "greedy"
         if self.typical:
             return f"typical, LOSSY (ε {self.typical_epsilon:g}, δ {self.typical_delta:g})"
         return f"sampling, {'drawn' if generator.drawn else 'top-k'}"
@@ -218,6 +229,12 @@ class SamplingConfig(Config):
             stop_strings=self.stop,
             seed=self.seed,
         )
+
+    @model_validator(mode="after")
+    def _lengths(self) -> SamplingConfig:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError("min_new_tokens is more than max_new_tokens")
+        return self
 
 
 @dataclass(frozen=True)

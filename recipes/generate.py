@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +34,14 @@ from spectrain.recipes.reply_file import ReplyFile
 __all__ = ["GenerateConfig", "ids_of", "render", "run"]
 
 
+PLAIN = "spectrain-plain"
+# Settings that change no reply; `drawn` in the identity speaks for the ways to draft.
+_NO_MATTER = {
+    *("out", "rows", "stats", "limit", "prompts", "compare", "overwrite", "on_bad_row"),
+    *("draft_tokens", "tree", "tree_top_k", "tree_depth", "tree_nodes", "lookup", "proposal"),
+}
+
+
 class GenerateConfig(SamplingConfig, DraftingConfig):
     """What `spectrain generate` is told."""
 
@@ -43,7 +53,7 @@ class GenerateConfig(SamplingConfig, DraftingConfig):
     stats: bool = Field(False, description="also show acceptance by depth and time by stage")
     compare: bool = Field(False, description="also decode without the head, and compare")
     on_bad_row: Literal["stop", "skip"] = Field("stop", description="at a line that is no prompt")
-    overwrite: bool = Field(False, description="forget what an interrupted run left in `out`")
+    overwrite: bool = Field(False, description="replace finished replies in `out`")
 
     @model_validator(mode="after")
     def _one_source(self) -> GenerateConfig:
@@ -64,17 +74,20 @@ def run(config: GenerateConfig) -> dict[str, Any]:
     conversations = _conversations(config)
     target, head = config.load()
     require_template(target.tokenizer)
-    prompts = [ids_of(target, conversation) for conversation in conversations]
+    conversations, prompts = _usable(config, target, conversations)
     way = config.way(target, head, min(config.rows, len(prompts)))
     generator = config.generator(target, head, way)
-    name = head.family if head else "prompt-lookup" if config.lookup else "spectrain-plain"
+    name = PLAIN if not config.compare else "planned"
+    if generator.gamma:
+        name = head.family if head else "prompt-lookup"
     file = None
     if config.out:
         identity = {
             "target": target.fingerprint,
             "dtype": str(target.dtype),
-            # What is drawn may depend on how it is drafted; how many rows never changes a reply.
-            **config.model_dump(mode="json", exclude={"out", "rows", "stats", "limit", "prompts"}),
+            # Drawn children depend on how it is drafted; how many rows changes no reply.
+            "drawn": str(way) if generator.drawn and config.temperature else None,
+            **config.model_dump(mode="json", exclude=_NO_MATTER),
         }
         file = ReplyFile(config.out, identity, prompts, config.overwrite)
 
@@ -87,8 +100,8 @@ def run(config: GenerateConfig) -> dict[str, Any]:
         report = {"methods": {key: value["summary"] for key, value in methods.items()}}
         report |= _comparison(methods, name, config.seed, config.temperature == 0, config.quantize)
     else:
-        done, seconds, clock = _decode(config, target, generator, prompts, file)
-        report = {"methods": {name: summary(done, [seconds], clock)}}
+        done, new, seconds, clock = _decode(config, target, generator, prompts, file)
+        report = {"methods": {name: summary(new, [seconds], clock)}}
     stops = (*target.stop_ids, *config.stop_ids)
     texts = [text_of(completion, target.tokenizer.decode, stops) for completion in done]
     shape = way.options.get("tree")
@@ -107,6 +120,9 @@ def run(config: GenerateConfig) -> dict[str, Any]:
         "rule": config.rule(generator),
         "lossy": config.typical and config.temperature > 0,
         "stats": config.stats,
+        "not_compared": "replies are sampled: ids differ by nature, transformers is asked greedily"
+        if config.compare and config.temperature
+        else None,
         "beyond_the_draft": {
             "positions": head.positions,
             "prompts": sum(
@@ -125,7 +141,8 @@ def run(config: GenerateConfig) -> dict[str, Any]:
         file.finish(conversations, texts, config.temperature)
         report["replies"] = str(file.path)
     if config.prompt is not None:
-        report |= {"text": texts[0], "shown": not config.compare and main_process()}
+        report |= {"text": texts[0], "stopped_by": done[0].stopped_by or None}
+        report |= {"shown": not config.compare and main_process()}
     return report
 
 
@@ -135,8 +152,9 @@ def _decode(
     generator: Generator,
     prompts: list[Tensor],
     file: ReplyFile | None,
-) -> tuple[list[Completion], float, Clock]:
-    """Replies to all prompts, `rows` at a time; those that the file has are not made again."""
+) -> tuple[list[Completion], list[Completion], float, Clock]:
+    """Replies to all prompts, `rows` at a time, and those of them made now: what the file has is
+    not made again."""
     done = dict(file.done) if file else {}
     left = [index for index in range(len(prompts)) if index not in done]
     if done:
@@ -153,7 +171,7 @@ def _decode(
         config.rows,
         left,
     )
-    with progress(len(prompts), "generate", "replies", len(done)) as bar:
+    with nullcontext() if live else progress(len(prompts), "generate", "replies", len(done)) as bar:
         for state in work:
             if live:
                 print(live.more(state.completion), end="", flush=True)
@@ -161,11 +179,13 @@ def _decode(
                 done[left[state.index]] = state.completion
                 if file:
                     file.add(left[state.index], state.completion)
-                bar.update(1)
+                if bar:
+                    bar.update(1)
     if live:
         print()
     seconds = time.perf_counter() - started
-    return [done[index] for index in range(len(prompts))], seconds, generator.clock
+    everything = [done[index] for index in range(len(prompts))]
+    return everything, [done[index] for index in left], seconds, generator.clock
 
 
 def _race(
@@ -178,7 +198,7 @@ def _race(
 ) -> dict[str, dict[str, Any]]:
     """The chosen way, plain decoding and `transformers`, prompt by prompt in turn."""
     sampling, longest = config.sampling(), config.max_new_tokens
-    generators = {name: generator, "spectrain-plain": Generator(target)}
+    generators = {name: generator, PLAIN: Generator(target)}
     clocks = {key: Clock() for key in generators}
     methods = {
         key: of_generator(own, longest, sampling, clocks[key]) for key, own in generators.items()
@@ -220,9 +240,33 @@ def _conversations(config: GenerateConfig) -> list[Conversation]:
     if config.prompt is not None:
         messages = ({"role": "user", "content": config.prompt},)
         return [Conversation("prompt", "prompt", messages)]
-    return read_conversations(config.prompts, True, config.on_bad_row, keep_order=True)[
-        : config.limit
-    ]
+    fates: Counter[str] = Counter()
+    found = read_conversations(config.prompts, True, config.on_bad_row, fates, keep_order=True)
+    if fates:
+        dropped = ", ".join(f"{count} {fate}" for fate, count in fates.most_common())
+        print(f"left out: {dropped}", file=sys.stderr)
+    if not found:
+        raise SpectrainError("no prompt is left", where=str(config.prompts))
+    return found[: config.limit]
+
+
+def _usable(
+    config: GenerateConfig, target: Target, conversations: list[Conversation]
+) -> tuple[list[Conversation], list[Tensor]]:
+    """The prompts that the target can answer, and their ids; others stop the run or are left out,
+    as bad rows are."""
+    kept, prompts = [], []
+    for conversation in conversations:
+        try:
+            prompts.append(ids_of(target, conversation))
+            kept.append(conversation)
+        except SpectrainError as error:
+            if config.on_bad_row == "stop" or config.prompt is not None:
+                raise
+            print(f"left out: {error}", file=sys.stderr)
+    if not kept:
+        raise SpectrainError("no prompt is left", where=str(config.prompts))
+    return kept, prompts
 
 
 def ids_of(target: Target, conversation: Conversation) -> Tensor:
@@ -232,5 +276,7 @@ def ids_of(target: Target, conversation: Conversation) -> Tensor:
     except Refused as refused:
         text = str(conversation.messages[-1]["content"])[:40]
         raise SpectrainError(
-            f"prompt {text!r} cannot be used: {refused.reason}", fix="mend or leave out the prompt"
+            f"prompt {text!r} cannot be used: {refused.reason} (the target reads "
+            f"{target.max_length} tokens)",
+            fix="mend or leave out the prompt",
         ) from None

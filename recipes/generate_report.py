@@ -64,6 +64,8 @@ def render(report: dict[str, Any]) -> str:
             )
     for name, count in report.get("identical", {}).items():
         lines.append(f"the same tokens as {name}: {count} of {report['prompts']} prompts")
+    if report["not_compared"]:
+        lines.append(f"tokens not compared: {report['not_compared']}")
     if "replies" in report:
         lines.append(f"replies: {report['replies']}")
     lines.append("")
@@ -104,9 +106,10 @@ def _one_line(report: dict[str, Any]) -> str:
     ((_, method),) = report["methods"].items()
     tau = "" if method["tau"] is None else f", τ {method['tau']:.2f}"
     lossy = " (LOSSY: typical acceptance)" if report["lossy"] else ""
+    stopped = f", ended by {report['stopped_by']!r}" if report["stopped_by"] else ""
     return (
         f"\n[{method['tokens']} tokens, {method['tokens_per_second']:.1f} tokens/s{tau}, "
-        f"{report['way']}{lossy}]"
+        f"{report['way']}{lossy}{stopped}]"
     )
 
 
@@ -115,5 +118,5 @@ def _verdict(ratio: dict[str, float | None]) -> str:
     if ratio["low"] is None:
         return f", too few prompts for an interval ({FEWEST} are needed)"
     if ratio["high"] < 1:
-        return ", SLOWER: train the head further, or draft fewer tokens"
+        return ", SLOWER: try `spectrain plan`, a better head or fewer drafts"
     return ", no difference shown: try more prompts" if ratio["low"] < 1 else ""

@@ -35,10 +35,16 @@ class ReplyFile:
         key = json.dumps([identity, [p.tolist() for p in prompts]], sort_keys=True)
         self._key = hashlib.sha256(key.encode()).hexdigest()[:16]
         self.done: dict[int, Completion] = {}
+        if self.path.exists() and not overwrite:
+            raise SpectrainError(
+                "there are replies already",
+                where=str(self.path),
+                fix="another --out, or --overwrite",
+            )
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if overwrite:
-                self._part.unlink(missing_ok=True)
+                self.path.unlink(missing_ok=True)
             if self._part.exists():
                 self._read()
             else:
@@ -47,17 +53,24 @@ class ReplyFile:
 
     def _read(self) -> None:
         """Take over what an earlier run finished; its last line may be cut."""
-        head, *lines = self._part.read_text(encoding="utf-8").split("\n")
-        if json.loads(head).get("settings") != self._key:
+        head, *lines = self._part.read_text(encoding="utf-8", errors="replace").split("\n")
+        try:
+            same = json.loads(head)["settings"] == self._key
+            rows = [json.loads(line) for line in lines[:-1]]
+            for row in rows:
+                runs = Counter({int(run): times for run, times in row["runs"].items()})
+                done = Completion(**{k: row[k] for k in _FIELDS}, runs=runs)
+                self.done[int(row["index"])] = done
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise SpectrainError(
+                "not what an interrupted run leaves", where=str(self._part), fix="remove the file"
+            ) from None
+        if not same:
             raise SpectrainError(
                 "an interrupted run with other settings or prompts has left replies here",
                 where=str(self._part),
-                fix="use its settings to go on, another --out, or --overwrite",
+                fix="use its settings to go on, or another --out; or remove the file",
             )
-        for line in lines[:-1]:
-            row = json.loads(line)
-            runs = Counter({int(run): times for run, times in row["runs"].items()})
-            self.done[row["index"]] = Completion(**{k: row[k] for k in _FIELDS}, runs=runs)
         if lines[-1]:  # cut while it was written
             kept = "\n".join([head, *lines[:-1]]) + "\n"
             atomic_write(self._part, kept)

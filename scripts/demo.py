@@ -64,7 +64,14 @@ class Story:
             "train-eagle": [*store, "--out", str(self.train)],
             "eval-alpha": [*store, *head, "--out", str(self.out)],
             "plan": [*store, *head],
-            "generate": [*head, "--prompts", str(self.heldout), "--out", str(self.out)],
+            "generate": [
+                *head,
+                "--prompts",
+                str(self.heldout),
+                "--out",
+                str(self.out),
+                "--overwrite",
+            ],
         }[stage]
         json_file = str(self.out / f"{stage}.json")
         return [stage, "--config", self.config, *own, "--json", json_file]

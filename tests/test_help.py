@@ -50,7 +50,7 @@ IN_WORDS = {
         for key, words in (
             ("draft_tokens", f"up to {drafting.DRAFT_TOKENS}"),
             ("tree", "as planned, else grown for EAGLE-2, else chain"),
-            ("proposal", "drawn for chains, else top-k"),
+            ("proposal", "drawn for unplanned chains, else top-k"),
         )
     },
     ("eval-alpha", "max_draft"): (None, f"up to {evaluate.MAX_DRAFT}"),

@@ -85,7 +85,15 @@ def verdicts(report):
 )
 def test_it_passes(flags, way):
     report = check(flags, **way)
-    assert verdicts(report) == dict.fromkeys(("greedy", "seeds", "self-test", "sampling"), "holds")
+    found = verdicts(report)
+    assert set(found) == {"greedy", "seeds", "self-test", "sampling"}
+    assert set(found.values()) <= {"holds", "untried"}
+    assert found["self-test"] == "holds"
+    drafts = bool(way.get("draft_tokens") or way.get("tree") or way.get("lookup"))
+    for name in ("greedy", "seeds", "sampling"):  # what nothing was accepted in has shown nothing
+        accepted = report["parts"][name]["accepted"]
+        assert (found[name] == "untried") == (drafts and accepted == 0), name
+    assert ("UNTRIED" in render(report)) == ("untried" in found.values())
     assert (report["holds"], report["failure"]) == (True, None)
     greedy = report["parts"]["greedy"]
     assert (greedy["replies"], greedy["equal"], greedy["differences"]) == (4, 4, [])
@@ -112,7 +120,7 @@ def test_a_typical_head_is_told_lossy(flags, tmp_path):
     result = CliRunner().invoke(cli.app, ["check", *arguments, "--typical"])
     assert result.exit_code == 1
     assert "LOSSY" in result.stdout
-    assert result.stderr.startswith("error: seeds, self-test, sampling: does not hold; typical")
+    assert result.stderr.split("\n")[-2].startswith("error: seeds, self-test")
     report = json.loads(out.read_text())
     assert verdicts(report) == {
         "greedy": "holds", "seeds": "fails", "self-test": "fails", "sampling": "fails"
@@ -126,7 +134,7 @@ def test_bfloat16(flags, way):
     report = check(flags, dtype="bfloat16", temperature=1.0, **way)
     found = verdicts(report)
     assert found.pop("seeds") == "shown"
-    assert set(found.values()) == {"holds"}
+    assert set(found.values()) <= {"holds", "untried"}
     for difference in report["parts"]["greedy"]["differences"]:
         assert difference["bound"] == 2**-6
         assert difference["margin"] < 2**-6
@@ -144,7 +152,7 @@ def test_impossible_settings(flags):
 def test_a_kept_draft_is_seen_where_it_is(tiny, stock, prompts, monkeypatch):
     head, truths = helped(tiny, make_head(tiny, draft_vocab=384), prompts, 20)
     generator = Generator(tiny, head, 3)
-    assert lossless.greedy(generator, stock, prompts, 20, 2)["verdict"] == "holds"
+    assert lossless.greedy(generator, stock, prompts, 20, 2)["verdict"] != "fails"
     keeps_the_draft_s_token(monkeypatch)
     part = lossless.greedy(generator, stock, prompts, 20, 2)
     assert part["verdict"] == "fails"
@@ -161,8 +169,8 @@ def test_a_kept_draft_is_seen_where_it_is(tiny, stock, prompts, monkeypatch):
 )
 def test_one_accepted_too_many_is_seen(tiny, stock, prompts, way, monkeypatch):
     generator = Generator(tiny, make_head(tiny), **way, proposal="top-k")
-    assert lossless.greedy(generator, stock, prompts, 20, 3)["verdict"] == "holds"
-    assert lossless.seeds(generator, stock, prompts, 20, 3, WARM)["verdict"] == "holds"
+    assert lossless.greedy(generator, stock, prompts, 20, 3)["verdict"] != "fails"
+    assert lossless.seeds(generator, stock, prompts, 20, 3, WARM)["verdict"] != "fails"
     accepts_one_too_many(monkeypatch)
     assert lossless.greedy(generator, stock, prompts, 20, 3)["verdict"] == "fails"
     assert lossless.seeds(generator, stock, prompts, 20, 3, WARM)["verdict"] == "fails"
@@ -187,7 +195,7 @@ def test_what_rounding_excuses_is_counted(tiny, stock, prompts, monkeypatch):
     keeps_the_draft_s_token(monkeypatch)
     monkeypatch.setitem(identity.ROUNDING, torch.float32, 10.0)
     part = lossless.greedy(Generator(tiny, make_head(tiny), 3), stock, prompts, 20, 3)
-    assert part["verdict"] == "holds"
+    assert part["verdict"] != "fails"
     assert part["tolerated"] == len(part["differences"]) > 0
     # Compared is what stands before the differences.
     assert part["tokens"] == sum(d["position"] for d in part["differences"])
@@ -201,7 +209,7 @@ def test_draws_with_other_numbers_are_seen(tiny, stock, prompts, monkeypatch):
     def wrong(self, logits, keys, number):
         return right(self, logits, keys, number if logits.dim() < 3 else number.clamp(min=4))
 
-    assert lossless.seeds(generator, stock, prompts, 20, 3, WARM)["verdict"] == "holds"
+    assert lossless.seeds(generator, stock, prompts, 20, 3, WARM)["verdict"] != "fails"
     plain = Generator(tiny).generate(prompts, 20, WARM)
     monkeypatch.setattr(Rules, "choose", wrong)
     drafted = generator.generate(prompts, 20, WARM)
@@ -249,7 +257,7 @@ def test_undecided_contexts_come_first(tiny, stock, prompts):
 def test_samples_of_a_right_engine_pass(tiny, stock, prompts, way):
     """1 of 10,000 seeds would fail."""
     part = sampled(tiny, stock, prompts, WAYS[way])
-    assert part["verdict"] == "holds"
+    assert part["verdict"] != "fails"
     assert part["accepted"] > 0.03
     assert part["tokens"] > 3 * 300
     assert 0 < part["detectable"] < 0.2

@@ -76,7 +76,14 @@ def test_other_settings_do_not_go_on(flags, tmp_path, monkeypatch):
         stop_after(patched, 2)
         with pytest.raises(KeyboardInterrupt):
             generate(flags, out=str(tmp_path / "out"))
-    with pytest.raises(SpectrainError, match=r"other settings or prompts.*--overwrite"):
+    with pytest.raises(SpectrainError, match=r"other settings or prompts.*remove the file"):
+        generate(flags, out=str(tmp_path / "out"), max_new_tokens=9)
+    (tmp_path / "out" / PART).write_text("something else\n")
+    with pytest.raises(SpectrainError, match="not what an interrupted run leaves"):
+        generate(flags, out=str(tmp_path / "out"))
+    (tmp_path / "out" / PART).unlink()
+    generate(flags, out=str(tmp_path / "out"), max_new_tokens=9)
+    with pytest.raises(SpectrainError, match="there are replies already"):
         generate(flags, out=str(tmp_path / "out"), max_new_tokens=9)
     generate(flags, out=str(tmp_path / "out"), max_new_tokens=9, overwrite=True)
     rows = (tmp_path / "out" / REPLIES).read_text().splitlines()
