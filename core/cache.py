@@ -1,4 +1,4 @@
-"""A key/value cache that is allocated once and written in place.
+"""A key/value cache that is written in place; allocated once, on a CPU as far as it is looked at.
 
 B batch rows, S slots, G kv heads, d head size, n new tokens. Row b has `lengths[b]` committed
 tokens in slots 0 … lengths[b]−1. New tokens go behind them; what is not committed is simply

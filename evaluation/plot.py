@@ -37,8 +37,9 @@ def draw(report: Mapping[str, Any]) -> bytes:
     _finish(right, "Tokens per target forward", "draft length γ", "τ, own token included")
     right.set_ylim(bottom=1)
     figure.suptitle(f"{report['head']} on {report['split']} rows", fontsize=11, color="#333333")
-    note = f"bars: 95 % bootstrap over conversations, none from fewer than {FEWEST}"
-    figure.text(0.995, 0.005, note, ha="right", fontsize=7, color="#777777")
+    note = f"bars: 95 % bootstrap over conversations, none from fewer than {FEWEST} of them"
+    # A label of the whole figure, so that the layout keeps room for it.
+    figure.supxlabel(note, x=0.995, ha="right", fontsize=7, color="#777777")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()

@@ -94,11 +94,14 @@ def summary(done: list[Completion], seconds: list[float], clock: Clock | None) -
     if clock is not None and clock.steps:
         report["stages"] = {
             "prefill_seconds": round(clock.prefill, 3),
-            "draft": clock.draft / clock.total,
-            "verify": clock.verify / clock.total,
-            "overhead": clock.overhead / clock.total,
             "step_ms": 1e3 * clock.total / clock.steps,
         }
+        if clock.verify:  # unknown where steps are replayed
+            report["stages"] |= {
+                "draft": clock.draft / clock.total,
+                "verify": clock.verify / clock.total,
+                "overhead": clock.overhead / clock.total,
+            }
     return report
 
 

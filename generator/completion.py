@@ -69,7 +69,8 @@ class Ends:
 
 @dataclass
 class Clock:
-    """Seconds by stage as the host sees them (on a GPU: until the work is queued).
+    """Seconds by stage as the host sees them (on a GPU: until the work is queued; of steps that are
+    replayed as graphs only the total is known, and draft and verify stay 0).
 
     draft and verify are the forwards of head and target alone; `total` is the time in steps, the
     prefill left out. Overhead is all the rest of it: sampling, verification rules, cache, tokens,

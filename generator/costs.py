@@ -1,5 +1,9 @@
 """What a step of target and head takes on this machine, by width.
 
+Forwards are called one by one. On a GPU the engine replays whole steps as graphs instead, so times
+of narrow widths there are upper bounds and the choice of a plan is to be checked by
+`generate --compare`.
+
 B batch, n tokens the target verifies or the head reads, m nodes the head expands; milliseconds.
 """
 

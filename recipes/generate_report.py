@@ -41,8 +41,8 @@ def render(report: dict[str, Any]) -> str:
     for name, method in report["methods"].items():
         row = f"{name:<18}{method['tokens']:>8}{method['tokens_per_second']:>10.1f}"
         row += f"{method['tau']:>7.2f}" if method["tau"] is not None else f"{'–':>7}"
-        if "stages" in method:
-            stages = method["stages"]
+        stages = method.get("stages", {})
+        if "verify" in stages:
             row += f"{stages['draft']:>8.0%}{stages['verify']:>8.0%}{stages['overhead']:>7.1%}"
         lines.append(row)
     if report["stats"]:

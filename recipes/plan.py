@@ -67,7 +67,7 @@ class PlanConfig(Config):
         "auto", description="number type of target and head; auto: float32 on a CPU"
     )
     quantize: str | None = Field(
-        None, description="keep the target's weights as int8: faster, and another target"
+        None, description="keep the target's weights as int8 or int4: faster, and another target"
     )
 
     @field_validator("batch")
