@@ -36,6 +36,7 @@ class TapeReplay:
     """In the place of generator.replay.Replay: `replayed` counts steps that no Python ran in."""
 
     def __init__(self, device, enabled=True):
+        self.enabled = True
         self.tapes, self.replayed = {}, 0
 
     def __call__(self, key, work):
