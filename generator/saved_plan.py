@@ -31,6 +31,7 @@ class Choice(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     tree: TreeShape | None = Field(description="what to draft; null: nothing, decode plainly")
     speedup: float = Field(gt=0, description="predicted, × plain decoding")
+    formula: float | None = Field(None, description="by the usual formula, of chains")
     costs: Costs
 
 
@@ -65,14 +66,14 @@ class SavedPlan(BaseModel):
                 raise ValueError(f"the costs at batch {batch} are of another machine or dtype")
         return self
 
-    def for_batch(self, batch: int) -> TreeShape | None:
-        """What to draft for a batch of that size; None: decode plainly.
+    def for_batch(self, batch: int) -> Choice:
+        """What to draft for a batch of that size.
 
         The choice of the measured size that is nearest as a ratio, of two equally near ones the
         larger: it drafts less, so that what it promises is not undercut by a busier machine.
         """
         nearest = min(self.choices, key=lambda size: (abs(math.log(size / batch)), -size))
-        return self.choices[nearest].tree
+        return self.choices[nearest]
 
     def unfit(self, target: Target) -> str | None:
         """Why the measured costs say nothing about this run; None where they hold.

@@ -16,7 +16,7 @@ from spectrain.core.quantise import quantise
 from spectrain.core.target import Target
 from spectrain.generator.rules import Typical
 from spectrain.generator.sampling import Sampling
-from spectrain.generator.saved_plan import SavedPlan
+from spectrain.generator.saved_plan import Choice, SavedPlan
 from spectrain.generator.shapes import best_tree, sparse_default
 from spectrain.generator.speculate import Generator
 from spectrain.generator.tree import shape_for
@@ -120,7 +120,10 @@ class DraftingConfig(Config):
         if self.draft_tokens is None and self.tree is None and not asked:
             planned = self._planned(target, rows)
             if planned is not None:
-                return Way({"tree": planned}, planned=True)
+                tree = planned.tree or TreeShape.chain(0)
+                return Way(
+                    {"tree": tree}, planned=True, promised=(planned.speedup, planned.formula)
+                )
             if head.tree is not None:
                 return Way({"tree": shape_for(head)})
         if self.tree == "static":
@@ -131,7 +134,7 @@ class DraftingConfig(Config):
             return Way({"tree": _tree_of(Path(self.tree))})
         return Way({"draft_tokens": self.draft_tokens or min(DRAFT_TOKENS, head.longest_draft)})
 
-    def _planned(self, target: Target, rows: int) -> TreeShape | None:
+    def _planned(self, target: Target, rows: int) -> Choice | None:
         """The choice of `spectrain plan` for this head, if there is one that holds here."""
         plan = SavedPlan.beside(find_head(self.head), target)
         if plan is None:
@@ -141,7 +144,7 @@ class DraftingConfig(Config):
         if reason is not None:
             print(f"{reason}; drafting as without one", file=sys.stderr)
             return None
-        return plan.for_batch(rows) or TreeShape.chain(0)
+        return plan.for_batch(rows)
 
     def _static(self, target: Target, head: DraftHead) -> TreeShape:
         """The tree of tree_nodes nodes that promises most tokens a forward: by what `plan` measured
@@ -239,10 +242,15 @@ class SamplingConfig(Config):
 
 @dataclass(frozen=True)
 class Way:
-    """A way to draft: `Generator`'s draft_tokens, tree or lookup; planned: chosen by `plan`."""
+    """A way to draft: `Generator`'s draft_tokens, tree or lookup.
+
+    planned: chosen by `plan` · promised: its speed over plain decoding, as predicted from what was
+    measured and by the usual formula (chains only)
+    """
 
     options: dict[str, Any]
     planned: bool = False
+    promised: tuple[float, float | None] | None = None
 
     def __str__(self) -> str:
         planned = ", as planned" if self.planned else ""

@@ -114,6 +114,7 @@ def run(config: GenerateConfig) -> dict[str, Any]:
         "temperature": config.temperature,
         "max_new_tokens": config.max_new_tokens,
         "way": str(way),
+        "promised": way.promised,
         "draft_tokens": way.options.get("draft_tokens"),
         "tree": None if shape is None else shape.model_dump(mode="json"),
         "lookup": config.lookup,

@@ -62,6 +62,10 @@ def render(report: dict[str, Any]) -> str:
             lines.append(
                 f"speed {against['value']:.2f} × {against['baseline']}{between}{_verdict(against)}"
             )
+    if report["promised"] and "speedup" in report:
+        measured, formula = report["promised"]
+        usual = "" if formula is None else f"; the usual formula {formula:.2f} ×"
+        lines.append(f"the plan promised {measured:.2f} × spectrain-plain{usual}")
     for name, count in report.get("identical", {}).items():
         lines.append(f"the same tokens as {name}: {count} of {report['prompts']} prompts")
     if report["not_compared"]:

@@ -240,6 +240,7 @@ def _save(
             batch: Choice(
                 tree=None if found.best.plain else found.best.shape,
                 speedup=found.best.speedup,
+                formula=found.best.formula,
                 costs=measured[batch],
             )
             for batch, found in plans.items()

@@ -68,7 +68,7 @@ def planned(target, head, folder, rows) -> dict | None:
     if plan is None or plan.unfit(target):
         print("no plan for this target, dtype and machine", file=sys.stderr)
         return None
-    return {"tree": plan.for_batch(rows) or TreeShape.chain(0)}
+    return {"tree": plan.for_batch(rows).tree or TreeShape.chain(0)}
 
 
 def one_at_a_time(target, head, prompts, options, library: bool) -> dict:

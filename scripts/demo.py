@@ -182,12 +182,14 @@ def show(report: dict[str, Any], path: Path) -> str:
         "",
         f"EAGLE-3 head for {report['target']}, trained on {report['supervised_tokens']:,} tokens",
         "",
-        "greedy, held-out replies; intervals in the report and above",
-        f"{'position':<12}" + "".join(f"{row['position']:>9}" for row in report["alpha"]),
+        "greedy, held-out replies; below the conditional its 95 % interval",
+        f"{'position':<12}" + "".join(f"{row['position']:>10}" for row in report["alpha"]),
     ]
     for name in ("marginal", "conditional", "joint"):
         cells = ("–" if row[name] is None else f"{row[name]:.3f}" for row in report["alpha"])
-        lines.append(f"α {name:<10}" + "".join(f"{cell:>9}" for cell in cells))
+        lines.append(f"α {name:<10}" + "".join(f"{cell:>10}" for cell in cells))
+        if name == "conditional":
+            lines.append(f"{'':<12}" + "".join(f"{_between(row):>10}" for row in report["alpha"]))
     lines += [
         "",
         f"τ {_interval(tau)} tokens per target forward, {tau['draft_tokens']} drafted, greedy, "
@@ -201,6 +203,10 @@ def show(report: dict[str, Any], path: Path) -> str:
         f"report {path}, plot {report['plot']}",
     ]
     return "\n".join(lines)
+
+
+def _between(row: dict[str, Any]) -> str:
+    return "–" if row["low"] is None else f"{row['low']:.2f}–{row['high']:.2f}"
 
 
 def _plain(value: float | None) -> str:

@@ -53,9 +53,15 @@ def test_it_lies_in_a_heads_folder_and_the_head_still_loads(tiny, tmp_path):
 def test_the_nearest_batch_size_and_of_two_the_larger(tiny):
     one, eight = TreeShape.chain(1), TreeShape.chain(8)
     plan = make(tiny, [(8, eight), (1, one), (32, None)])
-    assert [plan.for_batch(batch) for batch in (1, 2, 3, 8, 15)] == [one, one, eight, eight, eight]
-    assert plan.for_batch(16) is None  # 8 and 32 are equally near
-    assert plan.for_batch(500) is None
+    assert [plan.for_batch(batch).tree for batch in (1, 2, 3, 8, 15)] == [
+        one,
+        one,
+        eight,
+        eight,
+        eight,
+    ]
+    assert plan.for_batch(16).tree is None  # 8 and 32 are equally near
+    assert plan.for_batch(500).tree is None
 
 
 def test_where_it_was_measured_it_fits_and_elsewhere_it_says_why_not(tiny):

@@ -231,6 +231,8 @@ def test_the_plan_is_followed(flags, tiny, tmp_path):
     assert three["way"] == "plain decoding, as planned"
     assert three["methods"]["spectrain-plain"]["tau"] == 1
     assert generate(flags, head=str(head), draft_tokens=2)["way"] == "2 drafted a step"
+    compared = render(generate(flags, head=str(head), compare=True))
+    assert "the plan promised 1.00 × spectrain-plain" in compared
 
 
 def test_a_tree_larger_than_is_drafted_is_refused(flags, tmp_path):

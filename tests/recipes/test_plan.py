@@ -103,8 +103,8 @@ def test_a_perfect_head_drafts_its_longest_where_that_is_free(flags, prompts, tm
     assert [way["way"] for way in one["ways"]] == ["plain", "chain 1", "chain 2", "chain 3"]
     assert 3 < one["ways"][3]["tau"] <= 4
     saved = SavedPlan.load(out / "plan.json")
-    assert saved.for_batch(1) == TreeShape.chain(3)
-    assert saved.for_batch(4) is None
+    assert saved.for_batch(1).tree == TreeShape.chain(3)
+    assert saved.for_batch(4).tree is None
     json.dumps(report, allow_nan=False)
     shown = render(report)
     assert "choice: chain 3, predicted" in shown
@@ -150,7 +150,7 @@ def test_it_runs_with_measured_costs_and_writes_what_it_says(flags, prompts, tmp
     (measured,) = report["batches"]
     (best,) = [way for way in measured["ways"] if way["way"] == measured["choice"]]
     saved = SavedPlan.load(tmp_path / "head" / "plan.json")
-    tree = saved.for_batch(2)
+    tree = saved.for_batch(2).tree
     assert (tree.paths if tree else ()) == tuple(map(tuple, best["paths"]))
     assert report["conversations"] == 3
     assert best["speedup"] >= 1
