@@ -144,6 +144,15 @@ def test_exact_probabilities(warp):
         torch.testing.assert_close(whole, p[PROMPT[-1]][:, None, None] * p[:, :, None] * p[None])
 
 
+def test_a_mistake_in_our_own_warp_is_seen(monkeypatch):
+    """The probabilities that replies are held against are warped by the library, not by us."""
+    right = Sampling.warp
+    monkeypatch.setattr(Sampling, "warp", lambda self, logits: right(self, logits / 2))
+    report = sampling_exact(1500, 0, None)
+    assert report["verdict"] == "fails"
+    assert any(case.startswith("plain") for case in report["failed"])
+
+
 def test_the_engine_passes_and_every_path_is_taken():
     """1 of 10,000 seeds would fail."""
     report = sampling_exact(1500, 0, None)

@@ -231,8 +231,26 @@ def test_the_plan_is_followed(flags, tiny, tmp_path):
     assert three["way"] == "plain decoding, as planned"
     assert three["methods"]["spectrain-plain"]["tau"] == 1
     assert generate(flags, head=str(head), draft_tokens=2)["way"] == "2 drafted a step"
+    # Another batch, another plan, the same sampled replies: what is planned is top-k.
+    for rows in (1, 3):
+        changes = {"out": str(tmp_path / str(rows)), "temperature": 0.9, "rows": rows}
+        generate(flags, head=str(head), **changes)
+    one, three = ((tmp_path / rows / "replies.jsonl").read_bytes() for rows in "13")
+    assert one == three
     compared = render(generate(flags, head=str(head), compare=True))
     assert "the plan promised 1.00 × spectrain-plain" in compared
+
+
+def test_prompts_that_cannot_be_used_are_left_out_if_asked(flags, tmp_path, capsys):
+    long = prompt("one " * 600)
+    write(tmp_path / "prompts.jsonl", [long, *ROWS])
+    with pytest.raises(SpectrainError, match=r"too-long-prompt \(the target reads 512 tokens\)"):
+        generate(flags)
+    assert generate(flags, on_bad_row="skip")["prompts"] == 3
+    assert "left out" in capsys.readouterr().err
+    write(tmp_path / "prompts.jsonl", [long])
+    with pytest.raises(SpectrainError, match="no prompt is left"):
+        generate(flags, on_bad_row="skip")
 
 
 def test_a_tree_larger_than_is_drafted_is_refused(flags, tmp_path):

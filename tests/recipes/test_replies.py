@@ -71,6 +71,20 @@ def test_interrupted_and_gone_on_equals_uninterrupted(
     assert report["replies"] in render(report)
 
 
+def test_overwriting_can_be_interrupted_and_rates_are_of_what_was_made_now(
+    flags, tmp_path, monkeypatch
+):
+    out = str(tmp_path / "out")
+    whole = generate(flags, out=out)["methods"]["eagle3"]["tokens"]
+    with monkeypatch.context() as patched:
+        stop_after(patched, 6)
+        with pytest.raises(KeyboardInterrupt):
+            generate(flags, out=out, overwrite=True)
+    rest = generate(flags, out=out, overwrite=True, on_bad_row="skip")["methods"]["eagle3"]
+    assert 0 < rest["tokens"] < whole / 2
+    assert len((tmp_path / "out" / REPLIES).read_text().splitlines()) == 10
+
+
 def test_other_settings_do_not_go_on(flags, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         stop_after(patched, 2)
