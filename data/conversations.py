@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,12 +24,15 @@ from spectrain.core.errors import SpectrainError
 from spectrain.core.files import disk_errors
 
 BadRows = Literal["stop", "skip"]
+Regenerate = bool | Literal["auto", "last"]
 
 
 @dataclass(frozen=True)
 class Conversation:
     """One conversation. It ends with an assistant turn whose replies are kept (`answered`), or with
     a user turn that the target is to answer. Or a plain text: then there are no messages.
+
+    An earlier assistant turn without content (and without calls of tools) is to be answered, too.
 
     id: 16 hex digits over the messages and tools; prompt_id: the same without the last reply;
     temperature and finish belong to the last reply that is given, None when unknown.
@@ -49,10 +52,24 @@ class Conversation:
         """Whether nothing is to be asked: the last turn is a given reply, or it is a plain text."""
         return self.text is not None or self.messages[-1]["role"] == "assistant"
 
+    def prompt(self, replies: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...] | None:
+        """The messages that ask for the next reply, those so far filled in; None after the last."""
+        if self.answered:
+            return None
+        filled: list[dict[str, Any]] = []
+        left = list(replies)
+        for message in self.messages:
+            if _open(message):
+                if not left:
+                    return tuple(filled)
+                message = left.pop(0)
+            filled.append(message)
+        return None if left else tuple(filled)
+
 
 def read_conversations(
     path: str | Path,
-    regenerate: bool | Literal["auto"] = "auto",
+    regenerate: Regenerate = "auto",
     on_bad_row: BadRows = "stop",
     fates: Counter[str] | None = None,
     keep_order: bool = False,
@@ -60,9 +77,7 @@ def read_conversations(
 ) -> list[Conversation]:
     """Read a JSONL file of conversations, ordered by content hash (or as in the file), each once.
 
-    regenerate: True cuts every conversation after its last user turn, to be answered anew; False
-    keeps given replies and drops conversations without one; "auto" keeps the replies of those that
-    end with one and cuts the others.
+    regenerate: see `conversation_of`.
     fates: counts what happened to the rows that are not returned, by reason.
     texts: take plain texts, too, whatever `regenerate` is; else such a line is a bad row.
 
@@ -83,12 +98,12 @@ def read_conversations(
                 ) from None
             fates["bad-row"] += 1
             continue
-        reason, conversation = ("", _text(row)) if "text" in row else _shape(row, regenerate)
+        reason, conversation = conversation_of(row, regenerate)
         if conversation is None:
             fates[reason] += 1
             continue
         # Of two equal conversations with unequal facts the choice must not depend on their order.
-        rank = _canonical([conversation.domain, conversation.temperature, conversation.finish])
+        rank = rank_of(conversation)
         known = chosen.get(conversation.id)
         if known is not None:
             fates["duplicate"] += 1
@@ -187,19 +202,38 @@ def _text(row: dict) -> Conversation:
     return Conversation(name, name, (), domain=row.get("domain"), text=row["text"])
 
 
-def _shape(row: dict, regenerate: bool | str) -> tuple[str, Conversation | None]:
-    """("", the conversation to work on) or (the reason against it, None)."""
-    roles = [message["role"] for message in row["messages"]]
+def conversation_of(row: dict, regenerate: Regenerate) -> tuple[str, Conversation | None]:
+    """("", the conversation to work on) or (the reason against it, None), for a row as `parse`
+    gives it.
+
+    regenerate: True has every assistant turn that follows a user's answered anew, in order, and
+    "last" the last one; the rest is cut off. (Where tools were called only the last one: their
+    results belong to the calls.) False keeps given replies and drops conversations without one;
+    "auto" keeps the replies of those that end with one and has the last turn of the others
+    answered. A plain text is kept as it is.
+    """
+    if "text" in row:
+        return "", _text(row)
+    messages = row["messages"]
+    roles = [message["role"] for message in messages]
     if "user" not in roles:
         return "no-user-turn", None
     keep = roles[-1] == "assistant" if regenerate == "auto" else not regenerate
     if keep and "assistant" not in roles:
         return "no-assistant-turn", None
-    last = _last(roles, "assistant" if keep else "user")
+    # The result of a tool asks for an answer as a user does.
+    asking = _last(roles, ("user", "tool"))
+    last = _last(roles, ("assistant",)) if keep else asking
     if last < roles.index("user"):
         return "no-assistant-turn", None  # only a greeting before the first user turn
-    messages = row["messages"][: last + 1]
-    prompt = messages[: _last(roles[: last + 1], "user") + 1]
+    messages = messages[: last + 1]
+    prompt = messages[: _last(roles[: last + 1], ("user", "tool")) + 1]
+    if regenerate is True and not row["tools"] and "tool" not in roles:
+        first = roles.index("user")
+        messages = prompt = [
+            {"role": "assistant", "content": None} if place > first and _plain(message) else message
+            for place, message in enumerate(messages)
+        ]
     given = keep and last == len(roles) - 1
     temperature = row.get("temperature") if given else None
     return "", Conversation(
@@ -213,8 +247,21 @@ def _shape(row: dict, regenerate: bool | str) -> tuple[str, Conversation | None]
     )
 
 
-def _last(roles: list[str], role: str) -> int:
-    return len(roles) - 1 - roles[::-1].index(role)
+def rank_of(conversation: Conversation) -> str:
+    """What decides between two equal conversations with unequal facts: not their order."""
+    return _canonical([conversation.domain, conversation.temperature, conversation.finish])
+
+
+def _plain(message: dict[str, Any]) -> bool:
+    return message["role"] == "assistant" and not message.get("tool_calls")
+
+
+def _open(message: dict[str, Any]) -> bool:
+    return _plain(message) and message["content"] is None
+
+
+def _last(roles: list[str], wanted: tuple[str, ...]) -> int:
+    return max(place for place, role in enumerate(roles) if role in wanted)
 
 
 def _hash(messages: list[dict] | dict, tools: list | None) -> str:

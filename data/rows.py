@@ -1,121 +1,222 @@
-"""From conversations to the rows of a store: which prompts to ask, and what becomes of each."""
+"""From conversations to the rows of a store: what to ask the target, and what becomes of it.
+
+A talk is a conversation at one temperature. It is answered turn by turn, one round of questions for
+each turn, since the history of a turn is made of the replies before it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import astuple
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, replace
 
 from spectrain.core.target import Target
 from spectrain.data.conversations import Conversation, split_of
-from spectrain.data.replies import Answer, Question
+from spectrain.data.fates import Fates
+from spectrain.data.loops import loops
+from spectrain.data.questions import Question, Reply
 from spectrain.data.shard import Row
-from spectrain.data.tokenise import Refused, answered_row, given_row, prompt_ids, text_row
+from spectrain.data.spool import Spool
+from spectrain.data.tokenise import Refused, Turn, given_rows, prompt_ids, text_row, turn_rows
 
 
-def source_hash(conversations: list[Conversation]) -> str:
+@dataclass(frozen=True)
+class RowRules:
+    """How rows are made. temperatures, heldout_temperatures: of the replies that are asked for;
+    heldout: share of the prompts that are held out; longest: tokens of a prompt that is asked."""
+
+    temperatures: tuple[float, ...]
+    heldout_temperatures: tuple[float, ...]
+    heldout: float
+    longest: int
+    max_length: int
+    drop_length_stopped: bool
+    drop_loops: bool
+
+    def split(self, conversation: Conversation) -> str:
+        """The side of a conversation, by its prompt alone."""
+        return split_of(conversation.prompt_id, self.heldout)
+
+    def asked_at(self, conversation: Conversation) -> tuple[float, ...]:
+        """Temperatures of the replies that a conversation still wants."""
+        if conversation.answered:
+            return ()
+        train = self.split(conversation) == "train"
+        return self.temperatures if train else self.heldout_temperatures
+
+
+def source_hash(conversations: Iterable[Conversation]) -> str:
     """16 hex digits over the content and the facts of all conversations."""
     digest = hashlib.sha256()
     for conversation in conversations:
-        facts = astuple(conversation)
-        # A conversation hashes as it did before there were texts, so that its stores go on.
-        facts = facts[:-1] if conversation.text is None else facts
-        digest.update(json.dumps(facts, sort_keys=True).encode())
+        digest.update(json.dumps(astuple(conversation), sort_keys=True).encode())
     return digest.hexdigest()[:16]
 
 
-def questions_for(
-    conversations: list[Conversation],
-    tokenizer,
-    *,
-    longest: int,
-    heldout: float,
-    temperatures: Iterable[float],
-    heldout_temperatures: Iterable[float],
-    fates: Counter[str],
-) -> list[Question]:
-    """What to ask the target: every train prompt at each of `temperatures`, every held-out one at
-    each of its own. Prompts of more than `longest` tokens, or refused by the template, go to
-    `fates`."""
-    questions = []
-    for place, conversation in enumerate(conversations):
-        if conversation.answered:
-            continue
-        try:
-            ids = prompt_ids(tokenizer, conversation, longest)
-        except Refused as refused:
-            fates[refused.reason] += 1
-            continue
-        train = split_of(conversation.prompt_id, heldout) == "train"
-        for wanted in temperatures if train else heldout_temperatures:
-            questions.append(Question(place, ids, float(wanted)))
-    return questions
+def ask_round(spool: Spool, turn: int, tokenizer, rules: RowRules, fates: Fates) -> int:
+    """Note the questions of a round in the spool: turn 0 of every talk, or turn 1, 2, … of those
+    that go on. Returns how many. Prompts that are too long or refused by the template go to
+    `fates` in the first round, and end their talk in later ones."""
+    with spool.writing():
+        spool.end_round()
+        for place, conversation in spool.conversations():
+            for temperature in rules.asked_at(conversation):
+                talk = spool.replies(conversation.id, temperature) if turn else []
+                if len(talk) < turn or (talk and not _goes_on(talk[-1][1])):
+                    continue
+                messages = conversation.prompt([_message(reply) for _, reply in talk])
+                if messages is None:
+                    continue
+                asked = replace(conversation, messages=messages)
+                try:
+                    spool.ask(
+                        conversation.id, temperature, prompt_ids(tokenizer, asked, rules.longest)
+                    )
+                except Refused as refused:
+                    if not turn:
+                        fates.drop(refused.reason, place)
+                        break  # for the other temperatures as well
+                    fates.drop(f"later-turn-{refused.reason}", place)
+    return spool.asked()
 
 
-def build_rows(
-    conversations: list[Conversation],
-    questions: list[Question],
-    answers: list[Answer],
-    target: Target,
-    *,
-    heldout: float,
-    max_length: int,
-    drop_length_stopped: bool,
-    fates: Counter[str],
+def questions_of(spool: Spool) -> Iterator[Question]:
+    """The questions of the round, in the order of asking."""
+    for place, (name, temperature, ids) in enumerate(spool.questions()):
+        conversation = spool.conversation(name)
+        talk = spool.replies(name, temperature)
+        messages = conversation.prompt([_message(reply) for _, reply in talk])
+        assert messages is not None, "it was asked"
+        yield Question(ids, temperature, messages, conversation.tools, place)
+
+
+def rows_of(
+    conversation: Conversation, place: str, spool: Spool, target: Target, rules: RowRules, fates
 ) -> list[Row]:
-    """Every row that has something to learn, ordered by content hash and temperature; the others
-    go to `fates` by reason."""
-    prompts = {question.place: question.ids for question in questions}
-    work: list[tuple[Conversation, list[int], Answer | None]] = [
-        (conversations[answer.place], prompts[answer.place], answer) for answer in answers
-    ]
-    work += [(conversation, [], None) for conversation in conversations if conversation.answered]
-    rows = []
-    for conversation, prompt, answer in work:
-        split = split_of(conversation.prompt_id, heldout)
-        try:
-            if conversation.text is not None:
-                row = text_row(target.tokenizer, conversation, split=split, max_length=max_length)
-            elif answer is None:
-                row = given_row(
-                    target.tokenizer,
-                    target.stop_ids,
-                    conversation,
-                    split=split,
-                    max_length=max_length,
-                )
-            else:
-                row = answered_row(
-                    conversation,
-                    prompt,
-                    answer.tokens,
-                    split=split,
-                    temperature=answer.temperature,
-                    finish=answer.finish,
-                    max_length=max_length,
-                )
-            if drop_length_stopped and row.finish == "length":
-                raise Refused("length-stopped")
-        except Refused as refused:
-            fates[refused.reason] += 1
-            continue
-        rows.append(row)
-    return sorted(
-        rows, key=lambda row: (row.id, -1 if row.temperature is None else row.temperature)
+    """Every row of a conversation that has something to learn, ordered by id and temperature; the
+    others go to `fates` by reason."""
+    split = rules.split(conversation)
+    made: list[Row] = []
+    refused: list[str] = []
+    if conversation.text is not None:
+        work = [_text_rows(target, conversation, split, rules)]
+    elif conversation.answered:
+        work = [_given(target, conversation, split, rules)]
+    else:
+        talks = ((t, spool.replies(conversation.id, t)) for t in rules.asked_at(conversation))
+        work = [
+            _talk(target, conversation, talk, temperature, split, rules)
+            for temperature, talk in talks
+            if talk
+        ]
+    for rows, reasons in work:
+        made += rows
+        refused += reasons
+    kept = []
+    for row in made:
+        if rules.drop_length_stopped and row.finish == "length":
+            refused.append("length-stopped")
+        elif rules.drop_loops and row.loops:
+            refused.append("loops")
+        else:
+            kept.append(row)
+    for reason in refused:
+        fates.drop(reason, place)
+    return sorted(kept, key=lambda row: (row.id, -1 if row.temperature is None else row.temperature))
+
+
+def plan_shard(filled: int, shard: int, row: Row, tokens: int) -> tuple[int, int]:
+    """(tokens in the shard, its number) with one more row: at most `tokens`, or one row."""
+    length = len(row.tokens)
+    return (filled + length, shard) if not filled or filled + length <= tokens else (length, shard + 1)
+
+
+def count_rows(counts: dict, kept: Iterable[dict]) -> None:
+    """Add the facts of a shard's rows to `counts` (from `no_rows`)."""
+    for row in kept:
+        split = row["split"]
+        counts["rows"][split] += 1
+        counts["tokens"][split] += row["length"]
+        counts["supervised_tokens"][split] += row["supervised"]
+        counts["truncated"] += row["truncated"]
+        counts["length_stopped"] += row["finish"] == "length"
+        counts["loops"] += row["loops"]
+        counts["given_heldout"] += split == "heldout" and row["temperature"] is None
+
+
+def no_rows() -> dict:
+    """Counts of nothing: rows and tokens by split, and what there is to say of the rows."""
+    by_split = ("rows", "supervised_tokens", "tokens")
+    counts: dict = {key: {"train": 0, "heldout": 0} for key in by_split}
+    return counts | {"truncated": 0, "length_stopped": 0, "loops": 0, "given_heldout": 0}
+
+
+def _goes_on(reply: Reply) -> bool:
+    """Whether a next turn can follow: nobody answers half a reply."""
+    return reply.finish == "stop" and bool(reply.text.strip())
+
+
+def _message(reply: Reply) -> dict:
+    message = {"role": "assistant", "content": reply.text}
+    return message | ({"reasoning_content": reply.reasoning} if reply.reasoning else {})
+
+
+def _text_rows(target, conversation, split, rules) -> tuple[list[Row], list[str]]:
+    return text_row(
+        target.tokenizer, conversation, split=split, max_length=rules.max_length
     )
 
 
-def count_rows(kept: list[dict], fates: Counter[str]) -> dict:
-    """Rows and tokens of the facts `kept` by split, and what happened to the rest, by reason."""
-    counts: dict = {"rows": {}, "supervised_tokens": {}, "tokens": {}}
-    for split in ("train", "heldout"):
-        rows = [row for row in kept if row["split"] == split]
-        counts["rows"][split] = len(rows)
-        counts["tokens"][split] = sum(row["length"] for row in rows)
-        counts["supervised_tokens"][split] = sum(row["supervised"] for row in rows)
-    counts["truncated"] = sum(row["truncated"] for row in kept)
-    counts["length_stopped"] = sum(row["finish"] == "length" for row in kept)
-    counts["dropped"] = dict(sorted(fates.items()))
-    return counts
+def _given(target, conversation, split, rules) -> tuple[list[Row], list[str]]:
+    return given_rows(
+        target.tokenizer,
+        target.stop_ids,
+        conversation,
+        split=split,
+        max_length=rules.max_length,
+    )
+
+
+def _talk(
+    target: Target,
+    conversation: Conversation,
+    talk: list[tuple[list[int], Reply]],
+    temperature: float,
+    split: str,
+    rules: RowRules,
+) -> tuple[list[Row], list[str]]:
+    """Rows of the turns that were answered at one temperature."""
+    last = talk[-1][1]
+    if last.finish not in ("stop", "length") and len(talk) == 1:
+        return [], [f"finish-{last.finish}"]
+    if len(talk) > 1 and (last.finish not in ("stop", "length") or not last.text.strip()):
+        talk = talk[:-1]  # the turns before it are whole
+        last = talk[-1][1]
+    if all(reply.tokens is not None for _, reply in talk):
+        turns = [Turn(prompt, reply.tokens, reply.finish) for prompt, reply in talk]
+        rows, reasons = turn_rows(
+            conversation,
+            turns,
+            split=split,
+            temperature=temperature,
+            max_length=rules.max_length,
+        )
+    else:
+        replies = [_message(reply) for _, reply in talk]
+        messages = conversation.prompt(replies[:-1])
+        said = replace(
+            conversation,
+            messages=(*messages, replies[-1]),
+            temperature=temperature,
+            finish=last.finish,
+        )
+        rows, reasons = _given(target, said, split, rules)
+    return [replace(row, loops=_loops(row)) for row in rows], reasons
+
+
+def _loops(row: Row) -> bool:
+    """Whether a reply of the row goes round in circles."""
+    return any(
+        loops(row.tokens[row.reply == number].tolist()) for number in range(1, int(row.reply.max()) + 1)
+    )

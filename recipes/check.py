@@ -82,7 +82,7 @@ class CheckConfig(DraftingConfig):
 
 def run(config: CheckConfig) -> dict[str, Any]:
     """Check and return the report; `failure` says what does not hold."""
-    conversations = read_conversations(config.prompts, True, "stop", keep_order=True)
+    conversations = read_conversations(config.prompts, "last", "stop", keep_order=True)
     target, head = config.load()
     require_template(target.tokenizer)
     prompts = [ids_of(target, conversation) for conversation in conversations[: config.limit]]

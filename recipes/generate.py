@@ -242,7 +242,7 @@ def _conversations(config: GenerateConfig) -> list[Conversation]:
         messages = ({"role": "user", "content": config.prompt},)
         return [Conversation("prompt", "prompt", messages)]
     fates: Counter[str] = Counter()
-    found = read_conversations(config.prompts, True, config.on_bad_row, fates, keep_order=True)
+    found = read_conversations(config.prompts, "last", config.on_bad_row, fates, keep_order=True)
     if fates:
         dropped = ", ".join(f"{count} {fate}" for fate, count in fates.most_common())
         print(f"left out: {dropped}", file=sys.stderr)

@@ -170,7 +170,7 @@ def _rows(config: PlanConfig, target: Target, head: DraftHead) -> tuple[Source, 
         store.require_features(head.needs.aux_layers, head.needs.last_everywhere)
         return store, rows_for(0.0, store.rows("heldout"))[: config.limit]
     require_template(target.tokenizer)
-    found = read_conversations(config.prompts, True, config.on_bad_row, keep_order=True)
+    found = read_conversations(config.prompts, "last", config.on_bad_row, keep_order=True)
     prompts, rows = [], []
     for conversation in found[: config.limit]:
         try:

@@ -166,7 +166,7 @@ def main() -> None:
     from spectrain.recipes.generate import ids_of
     from spectrain.recipes.prepare import SHIPPED_PROMPTS
 
-    found = read_conversations(options.prompts or SHIPPED_PROMPTS, True, keep_order=True)
+    found = read_conversations(options.prompts or SHIPPED_PROMPTS, "last", keep_order=True)
     report: dict = {"max_new_tokens": options.max_new_tokens}
     for kind in (None, options.quantize) if options.quantize else (None,):
         target = Target.load(options.target, quantize=kind)

@@ -29,15 +29,18 @@ def test_turns_without_use_are_counted_by_reason(jsonl):
     ("regenerate", "turns", "answered"),
     [
         (False, ["u:1", "a:2"], True),
-        (True, ["u:1", "a:2", "u:3"], False),
+        (True, ["u:1", None, "u:3"], False),
+        ("last", ["u:1", "a:2", "u:3"], False),
         ("auto", ["u:1", "a:2", "u:3"], False),
     ],
 )
 def test_where_a_conversation_is_cut(jsonl, regenerate, turns, answered):
-    """The row ends with a given reply, or with the user turn that the target will answer."""
+    """The row ends with a given reply, or with the user turn that the target will answer; None is
+    a turn that it will answer before."""
     path = jsonl(row("u:1", "a:2", "u:3"))
     (conversation,) = read_conversations(path, regenerate)
-    assert [m["content"] for m in conversation.messages] == [turn[2:] for turn in turns]
+    expected = [turn and turn[2:] for turn in turns]
+    assert [m["content"] for m in conversation.messages] == expected
     assert conversation.answered is answered
 
 

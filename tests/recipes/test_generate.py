@@ -45,7 +45,7 @@ def test_replies_are_the_target_s_in_the_file_s_order(flags, tiny, tmp_path):
     report = generate(flags, head=str(tmp_path / "head"), out=str(tmp_path / "out"))
     lines = (tmp_path / "out/replies.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    conversations = read_conversations(tmp_path / "prompts.jsonl", True, keep_order=True)
+    conversations = read_conversations(tmp_path / "prompts.jsonl", "last", keep_order=True)
     ids = [torch.tensor(prompt_ids(tiny.tokenizer, c, 500)) for c in conversations]
     expected = [complete(tiny, [one], 12)[0] for one in ids]
     assert [row["messages"][0]["content"] for row in rows] == [

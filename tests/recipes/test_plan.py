@@ -182,7 +182,7 @@ def test_without_two_tokens_of_reply_there_is_nothing_to_measure(flags, tmp_path
     words, size = 480, 0
     while size < tiny.max_length - 1:
         path = write(tmp_path / "long.jsonl", [prompt("x" * words)])
-        (conversation,) = read_conversations(path, True)
+        (conversation,) = read_conversations(path, "last")
         size = len(prompt_ids(tiny.tokenizer, conversation, 10_000))
         words += tiny.max_length - 1 - size
     assert size == tiny.max_length - 1
