@@ -32,6 +32,11 @@ class Bar:
         self.done += n
         self.shown.update(shown)
 
+    def skip(self, n: float) -> None:
+        """Count `n` units that an earlier run has done; they say nothing of this run's rate."""
+        self._first += n
+        self.update(n)
+
     def finish(self) -> None:
         """Called once at the end, also after an error."""
 

@@ -12,16 +12,15 @@ reordered source gives the same data, and a rerun skips the right rows.
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from spectrain.core.errors import SpectrainError
-from spectrain.core.files import disk_errors
+from spectrain.data.shapes import canonical, parse
+from spectrain.data.sources import file_lines
 
 BadRows = Literal["stop", "skip"]
 Regenerate = bool | Literal["auto", "last"]
@@ -87,10 +86,10 @@ def read_conversations(
     fates = Counter() if fates is None else fates
     chosen: dict[str, tuple[str, Conversation]] = {}
     lines = 0
-    for where, line in _lines(Path(path)):
+    for where, line in file_lines(Path(path)):
         lines += 1
         try:
-            row = _parse(line, texts)
+            row = parse(line, texts)
         except ValueError as error:
             if on_bad_row == "stop":
                 raise SpectrainError(
@@ -121,80 +120,6 @@ def split_of(prompt_id: str, heldout: float) -> str:
     and of another hash than the order of the rows."""
     digest = hashlib.sha256(f"split:{prompt_id}".encode()).digest()
     return "heldout" if int.from_bytes(digest[:8], "big") < heldout * 2**64 else "train"
-
-
-def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """(file:line, content) of the lines that are not blank."""
-    if not path.exists():
-        raise SpectrainError("no such file", where=str(path), fix="check --prompts")
-    if path.is_dir():
-        raise SpectrainError("a folder, not a JSONL file", where=str(path), fix="check --prompts")
-    with disk_errors(path), open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"{path}:{number}", line
-
-
-def _parse(line: bytes, texts: bool) -> dict:
-    """A row whose every part has the type it should have, with either "messages" or (if `texts`)
-    "text"; ValueError says what is wrong."""
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-        _canonical(row).encode()  # fails on halves of surrogate pairs, which no tokenizer takes
-    except UnicodeError:
-        raise ValueError("not UTF-8 text") from None
-    except RecursionError:
-        raise ValueError("not valid JSON (nested too deeply)") from None
-    except json.JSONDecodeError as error:
-        what = error.msg.removesuffix(" at")  # some of its messages end with it
-        raise ValueError(f"not valid JSON ({what} at column {error.colno})") from None
-    if isinstance(row, dict) and row.get("messages") is None and "text" in row:
-        return _parse_text(row, texts)
-    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
-        expected = '{"messages": [{"role", "content"}, …]}' + ' or {"text": …}' * texts
-        raise ValueError(f"not a conversation: expected {expected}")
-    row.pop("text", None)
-    if not row["messages"]:
-        raise ValueError("the conversation has no messages")
-    for number, message in enumerate(row["messages"]):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {number} has no role")
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise ValueError(f"message {number} ({message['role']}) has no text as content")
-    row["tools"] = _tools(row.get("tools"))
-    _require_type(row, "domain", str)
-    _require_type(row, "finish_reason", str)
-    _require_type(row, "temperature", (int, float))
-    if row.get("temperature") is not None and not 0 <= row["temperature"] < math.inf:
-        raise ValueError(f"temperature {row['temperature']} is not a number from 0 upwards")
-    return row
-
-
-def _parse_text(row: dict, welcome: bool) -> dict:
-    if not welcome:
-        raise ValueError('a plain text has nothing to answer: expected {"messages": […]}')
-    if not isinstance(row["text"], str):
-        raise ValueError(f"text is not a text ({row['text']!r:.40})")
-    _require_type(row, "domain", str)
-    return row
-
-
-def _tools(tools: Any) -> list | None:
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError:
-            raise ValueError("tools is a string that is not JSON") from None
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError("tools is not a list")
-    return tools or None
-
-
-def _require_type(row: dict, key: str, kind: type | tuple[type, ...]) -> None:
-    value = row.get(key)
-    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        raise ValueError(f"{key} has the wrong type ({value!r})")
 
 
 def _text(row: dict) -> Conversation:
@@ -249,7 +174,7 @@ def conversation_of(row: dict, regenerate: Regenerate) -> tuple[str, Conversatio
 
 def rank_of(conversation: Conversation) -> str:
     """What decides between two equal conversations with unequal facts: not their order."""
-    return _canonical([conversation.domain, conversation.temperature, conversation.finish])
+    return canonical([conversation.domain, conversation.temperature, conversation.finish])
 
 
 def _plain(message: dict[str, Any]) -> bool:
@@ -266,8 +191,4 @@ def _last(roles: list[str], wanted: tuple[str, ...]) -> int:
 
 def _hash(messages: list[dict] | dict, tools: list | None) -> str:
     content = messages if tools is None else {"messages": messages, "tools": tools}
-    return hashlib.sha256(_canonical(content).encode()).hexdigest()[:16]
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(canonical(content).encode()).hexdigest()[:16]

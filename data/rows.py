@@ -83,7 +83,7 @@ def ask_round(spool: Spool, turn: int, tokenizer, rules: RowRules, fates: Fates)
 
 def questions_of(spool: Spool) -> Iterator[Question]:
     """The questions of the round, in the order of asking."""
-    for place, (name, temperature, ids) in enumerate(spool.questions()):
+    for place, name, temperature, ids in spool.questions():
         conversation = spool.conversation(name)
         talk = spool.replies(name, temperature)
         messages = conversation.prompt([_message(reply) for _, reply in talk])
@@ -126,12 +126,6 @@ def rows_of(
     return sorted(kept, key=lambda row: (row.id, -1 if row.temperature is None else row.temperature))
 
 
-def plan_shard(filled: int, shard: int, row: Row, tokens: int) -> tuple[int, int]:
-    """(tokens in the shard, its number) with one more row: at most `tokens`, or one row."""
-    length = len(row.tokens)
-    return (filled + length, shard) if not filled or filled + length <= tokens else (length, shard + 1)
-
-
 def count_rows(counts: dict, kept: Iterable[dict]) -> None:
     """Add the facts of a shard's rows to `counts` (from `no_rows`)."""
     for row in kept:
@@ -142,14 +136,13 @@ def count_rows(counts: dict, kept: Iterable[dict]) -> None:
         counts["truncated"] += row["truncated"]
         counts["length_stopped"] += row["finish"] == "length"
         counts["loops"] += row["loops"]
-        counts["given_heldout"] += split == "heldout" and row["temperature"] is None
 
 
 def no_rows() -> dict:
     """Counts of nothing: rows and tokens by split, and what there is to say of the rows."""
     by_split = ("rows", "supervised_tokens", "tokens")
     counts: dict = {key: {"train": 0, "heldout": 0} for key in by_split}
-    return counts | {"truncated": 0, "length_stopped": 0, "loops": 0, "given_heldout": 0}
+    return counts | {"truncated": 0, "length_stopped": 0, "loops": 0}
 
 
 def _goes_on(reply: Reply) -> bool:
@@ -217,6 +210,5 @@ def _talk(
 
 def _loops(row: Row) -> bool:
     """Whether a reply of the row goes round in circles."""
-    return any(
-        loops(row.tokens[row.reply == number].tolist()) for number in range(1, int(row.reply.max()) + 1)
-    )
+    numbers = range(1, int(row.reply.max()) + 1)
+    return any(loops(row.tokens[row.reply == number].tolist()) for number in numbers)

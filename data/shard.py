@@ -38,7 +38,7 @@ class Row:
 
     tokens int32 [T], reply int16 [T] as in the table above; id: content hash; temperature: what the
     reply was sampled at (None: not known); finish: "stop", "length" or None; truncated: cut at the
-    maximum length.
+    maximum length; loops: a reply that was asked for goes round in circles.
     """
 
     id: str
@@ -49,6 +49,13 @@ class Row:
     temperature: float | None = None
     finish: str | None = None
     truncated: bool = False
+    loops: bool = False
+
+    @classmethod
+    def of_facts(cls, facts: dict, tokens: Tensor, reply: Tensor) -> Row:
+        """The row that `RowInfo.as_facts` told of."""
+        told = {key: facts[key] for key in facts if key not in ("length", "supervised")}
+        return cls(tokens=tokens, reply=reply, **told)
 
     @property
     def supervised(self) -> int:
@@ -69,6 +76,7 @@ class RowInfo:
     length: int
     supervised: int
     index: int
+    loops: bool = False
 
     @classmethod
     def of(cls, row: Row, index: int) -> RowInfo:
@@ -82,6 +90,7 @@ class RowInfo:
             length=len(row.tokens),
             supervised=row.supervised,
             index=index,
+            loops=row.loops,
         )
 
     def as_facts(self) -> dict:
@@ -142,17 +151,18 @@ def bytes_needed(
     )
 
 
-def plan_shards(rows: list[Row], tokens: int) -> list[list[Row]]:
-    """Cut `rows`, in their order, into shards of at most `tokens` tokens each (or one row)."""
-    shards: list[list[Row]] = []
-    filled = 0
-    for row in rows:
-        if not shards or filled + len(row.tokens) > tokens:
-            shards.append([])
-            filled = 0
-        shards[-1].append(row)
-        filled += len(row.tokens)
-    return shards
+class Cutter:
+    """Cuts rows, as they come, into shards of at most `tokens` tokens each (or one row)."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.shard, self._filled = tokens, 0, 0
+
+    def place(self, row: Row) -> int:
+        """The number of the shard that the next row belongs to."""
+        if self._filled and self._filled + len(row.tokens) > self.tokens:
+            self.shard, self._filled = self.shard + 1, 0
+        self._filled += len(row.tokens)
+        return self.shard
 
 
 def key_of(rows: list[Row]) -> str:

@@ -126,6 +126,10 @@ class Spool:
                     (quota,),
                 )
 
+    def __len__(self) -> int:
+        """Chosen conversations."""
+        return self._base.execute("SELECT count(*) FROM conversations WHERE chosen").fetchone()[0]
+
     def conversations(self) -> Iterator[tuple[str, Conversation]]:
         """(place, conversation) of the chosen ones in order of content hash."""
         for place, content in self._select(
@@ -153,25 +157,26 @@ class Spool:
         """Questions of this round."""
         return self._base.execute("SELECT count(*) FROM questions").fetchone()[0]
 
-    def questions(self) -> Iterator[tuple[str, float, list[int]]]:
-        """(conversation, temperature, prompt's ids), by temperature and length; the order depends
-        on the set of questions alone."""
-        for name, temperature, prompt in self._select(
-            "SELECT id, temperature, prompt FROM questions "
+    def questions(self) -> Iterator[tuple[int, str, float, list[int]]]:
+        """(place, conversation, temperature, prompt's ids), by temperature and length; the order
+        depends on the set of questions alone."""
+        for place, name, temperature, prompt in self._select(
+            "SELECT place, id, temperature, prompt FROM questions "
             "ORDER BY temperature, length, prompt, id"
         ):
-            yield name, temperature, _ids(prompt)
+            yield place, name, temperature, _ids(prompt)
 
     def end_round(self) -> None:
         """Forget the questions."""
         self._base.execute("DELETE FROM questions")
 
-    def take(self, name: str, temperature: float, prompt: list[int], reply: Reply) -> None:
-        """Note the reply to the last question of a conversation."""
+    def take(self, place: int, reply: Reply) -> None:
+        """Note the reply to a question of this round."""
         self._base.execute(
-            "INSERT INTO replies SELECT ?1, ?2, count(*), ?3, ?4 FROM replies "
-            "WHERE id = ?1 AND temperature = ?2",
-            (name, temperature, _bytes(prompt), json.dumps(asdict(reply))),
+            "INSERT INTO replies SELECT id, temperature, (SELECT count(*) FROM replies AS earlier "
+            "WHERE earlier.id = questions.id AND earlier.temperature = questions.temperature), "
+            "prompt, ? FROM questions WHERE place = ?",
+            (json.dumps(asdict(reply)), place),
         )
 
     def replies(self, name: str, temperature: float) -> list[tuple[list[int], Reply]]:
@@ -194,7 +199,7 @@ class Spool:
 
     def shards(self) -> int:
         """Number of shards."""
-        return 1 + (self._base.execute("SELECT max(shard) FROM rows").fetchone()[0] or 0)
+        return self._base.execute("SELECT coalesce(max(shard) + 1, 0) FROM rows").fetchone()[0]
 
     def rows(self, shard: int) -> list[Row]:
         """The rows of a shard, in their order."""

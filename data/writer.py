@@ -27,9 +27,11 @@ from spectrain.core.files import (
     sha256_file,
     write_json,
 )
+from spectrain.data.spool import NAME as SPOOL
 from spectrain.data.shard import DTYPES, Row, RowInfo, States, lay_out
 from spectrain.data.store import FORMAT, MANIFEST, fingerprint_of, read_manifest, shard_name
 
+LOCK = ".lock"
 REPLIES = "replies"
 FINGERPRINT = "target.fingerprint"
 
@@ -46,6 +48,34 @@ class StoreWriter:
         self._known = {shard["facts"]: shard["facts_sha256"] for shard in manifest["shards"]}
 
     @classmethod
+    def begin(
+        cls, path: Path, settings: dict, about: dict | None = None, overwrite: bool = False
+    ) -> StoreWriter:
+        """Begin or continue the store in a folder that this process holds (`only_process`).
+
+        settings: JSON values, everything that shapes the content; "dtype" and "target" (with its
+        "fingerprint") among them. about: what people want to read beside it and nothing compares,
+        "target" (its name) among it.
+
+        Raises SpectrainError when the folder holds a store made with other settings, unless
+        `overwrite`.
+        """
+        settings = json.loads(json.dumps(settings))  # as the manifest will give it back
+        with disk_errors(path):
+            _clear(path, settings, overwrite)
+        writer = cls(path, settings, about or {})
+        if not writer.complete:
+            writer._write_manifest(complete=False, shards=[], counts={})
+        return writer
+
+    @classmethod
+    def join(cls, path: Path) -> StoreWriter:
+        """Help with the store that another process of this launch has begun."""
+        manifest = read_manifest(path)
+        assert manifest is not None, "joined after it was begun"
+        return cls(path, manifest["settings"], manifest["about"])
+
+    @classmethod
     @contextmanager
     def claim(
         cls,
@@ -54,25 +84,9 @@ class StoreWriter:
         about: dict | None = None,
         overwrite: bool = False,
     ) -> Iterator[StoreWriter]:
-        """Begin or continue the store at `path`.
-
-        settings: JSON values, everything that shapes the content; "dtype" and "target" (with its
-        "fingerprint") among them. about: what people want to read beside it and nothing compares,
-        "target" (its name) among it.
-
-        Raises SpectrainError when the folder holds a store made with other settings (unless
-        `overwrite`), something that is not a store, or another process that prepares it.
-        """
-        path = Path(path)
-        settings = json.loads(json.dumps(settings))  # as the manifest will give it back
-        with disk_errors(path):
-            path.mkdir(parents=True, exist_ok=True)
-        with _only_process(path):
-            _clear(path, settings, overwrite)
-            writer = cls(path, settings, about or {})
-            if not writer.complete:
-                writer._write_manifest(complete=False, shards=[], counts={})
-            yield writer
+        """Hold a folder and begin or continue a store in it: `only_process` and `begin`."""
+        with only_process(Path(path)):
+            yield cls.begin(Path(path), settings, about, overwrite)
 
     def shard(self, number: int, key: str) -> dict | None:
         """The facts of a finished shard; None when it has to be captured (again): it is absent,
@@ -111,12 +125,16 @@ class StoreWriter:
         write_json(facts_file, facts)
         return facts
 
+    def facts(self, number: int) -> dict:
+        """The facts of a shard that is finished."""
+        return read_json(self._files(number)[0])
+
     def finish(self, shards: int, counts: dict | None = None) -> dict:
         """Mark the store complete with its first `shards` shards; returns the manifest."""
         records = []
         for number in range(shards):
             facts_file, tensors_file = self._files(number)
-            facts = read_json(facts_file)
+            facts = self.facts(number)
             records.append(
                 {
                     "file": tensors_file.name,
@@ -160,23 +178,36 @@ def _serialise(tensors: dict[str, Tensor]) -> bytes:
 
 
 @contextmanager
-def _only_process(path: Path) -> Iterator[None]:
-    """Hold the folder; the kernel lets go of the lock even when the process is killed."""
-    with disk_errors(path), open(path / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SpectrainError(
-                "another process is preparing this store",
-                where=str(path),
-                fix="wait for it or choose another --store",
-            ) from None
-        yield
+def only_process(path: Path) -> Iterator[None]:
+    """Make the folder and hold it; the kernel lets go of it even when the process is killed.
+
+    Raises SpectrainError when another process prepares it, or when it holds something else than a
+    store. A folder that was made for nothing is removed.
+    """
+    made = not path.exists()
+    with disk_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+        with open(path / LOCK, "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SpectrainError(
+                    "another process is preparing this store",
+                    where=str(path),
+                    fix="wait for it or choose another --store",
+                ) from None
+            _sweep(path)
+            try:
+                yield
+            except BaseException:
+                if made and [found.name for found in path.iterdir()] == [LOCK]:
+                    shutil.rmtree(path)
+                raise
 
 
-def _clear(path: Path, settings: dict, overwrite: bool) -> None:
-    """Refuse what is not ours to continue; remove what a killed run left, or all on overwrite."""
-    content = [found for found in path.iterdir() if found.name != ".lock"]
+def _sweep(path: Path) -> None:
+    """Refuse a folder of something else; remove what a killed run left."""
+    content = [found for found in path.iterdir() if found.name not in (LOCK, SPOOL)]
     leftovers = [found for found in content if found.name.endswith(".tmp")]
     if set(content) - set(leftovers) and not (path / MANIFEST).is_file():
         raise SpectrainError(
@@ -184,6 +215,15 @@ def _clear(path: Path, settings: dict, overwrite: bool) -> None:
             where=str(path),
             fix="choose an empty or new folder for --store",
         )
+    for found in [*leftovers, *path.glob(f"{REPLIES}/.*.tmp"), path / SPOOL]:
+        if found.is_dir():
+            shutil.rmtree(found)
+        else:
+            found.unlink(missing_ok=True)
+
+
+def _clear(path: Path, settings: dict, overwrite: bool) -> None:
+    """Refuse a store of other settings, or make room for a new one."""
     if overwrite:
         # Replies stay: they are keyed by what shaped them, and cost most to make.
         # The manifest goes last: without it a half cleared folder would not be known as a store.
@@ -191,11 +231,6 @@ def _clear(path: Path, settings: dict, overwrite: bool) -> None:
             found.unlink(missing_ok=True)
     elif (manifest := read_manifest(path)) is not None:
         _require_same(manifest["settings"], settings, path)
-    for found in leftovers + list(path.glob(f"{REPLIES}/.*.tmp")):
-        if found.is_dir():
-            shutil.rmtree(found)
-        else:
-            found.unlink()
 
 
 def _require_same(old: dict, new: dict, path: Path) -> None:

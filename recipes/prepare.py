@@ -1,6 +1,9 @@
 """`spectrain prepare`: from prompts to a feature store, in stages that each go on where they were.
 
 read → answer (the target's own replies) → tokenise → capture, shard by shard → store complete
+
+The first process of a launch reads, tokenises and writes the manifest; answering and capturing are
+shared by all, unit by unit and shard by shard.
 """
 
 from __future__ import annotations
@@ -9,99 +12,50 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated, Literal
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
-from pydantic import BeforeValidator, Field, field_validator
-
-from spectrain.core.config import Config, as_list
 from spectrain.core.errors import SpectrainError
 from spectrain.core.progress import progress
 from spectrain.core.target import Target
+from spectrain.core.team import Team
 from spectrain.data.capture import capture, check_logits
-from spectrain.data.conversations import Conversation, read_conversations
-from spectrain.data.replies import Answer, Question, Sampling, answer, plan_units
-from spectrain.data.rows import build_rows, count_rows, questions_for, source_hash
-from spectrain.data.shard import DTYPES, Row, bytes_needed, key_of, plan_shards
+from spectrain.data.fates import Fates
+from spectrain.data.questions import Backend, Unit
+from spectrain.data.reading import read_into
+from spectrain.data.replies import ReplyFolder, plan_units
+from spectrain.data.rows import (
+    RowRules,
+    ask_round,
+    count_rows,
+    no_rows,
+    questions_of,
+    rows_of,
+    source_hash,
+)
+from spectrain.data.shard import Cutter, Row, bytes_needed, key_of
+from spectrain.data.spool import Spool
 from spectrain.data.tokenise import rendering, require_template
-from spectrain.data.writer import REPLIES, StoreWriter
-from spectrain.generator.decode import complete
+from spectrain.data.writer import REPLIES, StoreWriter, only_process
+from spectrain.generator.answering import OwnTarget
+from spectrain.recipes.prepare_config import SHIPPED_PROMPTS, PrepareConfig
+from spectrain.recipes.prepare_report import make_report, render
+from spectrain.trainer.launch import start_all
 
-SHIPPED_PROMPTS = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
-Temperatures = Annotated[tuple[Annotated[float, Field(ge=0)], ...], BeforeValidator(as_list)]
-
-
-class PrepareConfig(Config):
-    """What `spectrain prepare` is told."""
-
-    target: str = Field("smollm2-135m", description="name, folder or hub id of the target")
-    target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="what the target computes in; auto: its own on a GPU, float32 on a CPU"
-    )
-    device: str = Field("auto", description="where the target runs: auto, cpu, cuda, cuda:1")
-    prompts: Path = Field(
-        SHIPPED_PROMPTS,
-        description="JSONL of prompts, conversations or plain texts; default: the shipped prompts",
-    )
-    store: Path = Field(Path("runs/store"), description="folder of the feature store")
-    limit: int | None = Field(
-        None, ge=1, description="use this many conversations, the first in order of content hash"
-    )
-    max_length: int = Field(2048, ge=2, description="tokens at which a row is cut")
-    heldout: float = Field(
-        0.1, ge=0, le=1, description="fraction of the prompts kept for evaluation; 1: all"
-    )
-    regenerate: bool | Literal["auto"] = Field(
-        "auto",
-        description="true: the target answers every last user turn anew; false: given replies "
-        "only; auto: it answers the conversations that do not end with a reply",
-    )
-    temperature: Temperatures = Field(
-        (0.7,), description="every train prompt is answered once at each"
-    )
-    heldout_temperatures: Temperatures = Field(
-        (0.0, 1.0), description="every held-out prompt is answered once at each"
-    )
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the replies, 1: everything")
-    max_new_tokens: int = Field(256, ge=1, description="longest reply in tokens")
-    reply_batch: int = Field(32, ge=1, description="prompts answered together, saved together")
-    length_stopped: Literal["keep", "drop"] = Field(
-        "keep", description="what to do with replies that were cut off by their length"
-    )
-    seed: int = Field(0, ge=0, description="of the sampled replies")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="what the features are stored in"
-    )
-    aux_layers: tuple[int, ...] | None = Field(
-        None, description="layers whose outputs are kept, from 0; default: the target's three"
-    )
-    last_states: Literal["everywhere", "replies"] = Field(
-        "everywhere",
-        description="where the last state is kept: everywhere serves every family, replies is "
-        "enough for EAGLE-3 and Medusa and takes less disk",
-    )
-    shard_tokens: int = Field(16384, ge=1, description="tokens of a shard; the unit of a rerun")
-    batch_tokens: int = Field(4096, ge=1, description="padded tokens that the target reads at once")
-    on_bad_row: Literal["stop", "skip"] = Field(
-        "stop", description="what to do at a line that is no conversation or text"
-    )
-    overwrite: bool = Field(False, description="replace a store that other settings made")
-
-    @field_validator("temperature", "heldout_temperatures")
-    @classmethod
-    def _each_once(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if not value or len(set(value)) != len(value):
-            raise ValueError("give one or more different temperatures")
-        return value
+__all__ = ["SHIPPED_PROMPTS", "PrepareConfig", "render", "run"]
 
 
-class Clock:
-    """Seconds by stage."""
+@dataclass
+class Work:
+    """What this run has done itself, and what it found done. seconds by stage; tokens produced and
+    read, replies and shards kept from an earlier run (of this process)."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    seconds: dict[str, float] = field(default_factory=dict)
+    answered: int = 0
+    captured: int = 0
+    kept_replies: int = 0
+    kept_shards: int = 0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -111,53 +65,61 @@ class Clock:
 
 
 def run(config: PrepareConfig) -> dict:
-    """Make (or finish) the store and return the report; see `_report` for its keys.
+    """Make (or finish) the store and return the report; see `make_report` for its keys.
 
     Raises SpectrainError for input that cannot be used, RunFailed on a full disk. Whatever was
     finished before stays, and the same call goes on from there.
     """
-    clock, fates = Clock(), Counter()
-    with clock.stage("read"):
-        conversations = read_conversations(
-            config.prompts, config.regenerate, config.on_bad_row, fates, texts=True
-        )[: config.limit]
-        _require_some(conversations, fates, config)
-    with clock.stage("load"):
-        target = Target.load(config.target, dtype=config.target_dtype, device=config.device)
-        if any(conversation.text is None for conversation in conversations):
-            require_template(target.tokenizer)
-        layers = _aux_layers(config, target)
-        settings = _settings(config, target, layers, conversations)
-    about = {"target": target.name, "source": config.prompts.name}
-    with StoreWriter.claim(config.store, settings, about, config.overwrite) as writer:
-        with clock.stage("answer"):
-            questions, answers, answered = _answer(config, target, conversations, fates)
-        with clock.stage("tokenise"):
-            rows = build_rows(
-                conversations,
-                questions,
-                answers,
-                target,
-                heldout=config.heldout,
-                max_length=min(config.max_length, target.max_length),
-                drop_length_stopped=config.length_stopped == "drop",
-                fates=fates,
-            )
-            _require_some(rows, fates, config)
-        with clock.stage("capture"):
-            facts, captured = _capture(config, target, layers, rows, writer)
-            for shard in facts:
-                fates.update(shard["dropped"])
-            kept = [row for shard in facts for row in shard["rows"]]
-            _require_some(kept, fates, config)
-            manifest = writer.finish(len(facts), count_rows(kept, fates))
-    return _report(config, manifest, clock, answered, captured)
+    start_all()
+    team = Team(config.device)
+    work, fates = Work(), Fates()
+    try:
+        with ExitStack() as held:
+            if team.main:
+                held.enter_context(only_process(config.store))
+                spool = held.enter_context(Spool(config.store))
+                with work.stage("read"):
+                    sources = read_into(
+                        spool,
+                        config.prompts,
+                        config.regenerate,
+                        config.on_bad_row,
+                        config.limit,
+                        fates,
+                    )
+                    _require_some(len(spool), fates, config)
+            with work.stage("load"):
+                target = Target.load(config.target, dtype=config.target_dtype, device=team.device)
+                rules = _rules(config, target)
+                backend = _backend(config, target)
+            if team.main:
+                writer = _begin(config, target, backend, spool)
+            team.wait()
+            if not team.main:
+                spool = held.enter_context(Spool(config.store, new=False))
+                writer = StoreWriter.join(config.store)
+            with work.stage("answer"):
+                _answer(config, team, target, backend, spool, rules, work, fates)
+            if team.main:
+                with work.stage("tokenise"):
+                    given = _tokenise(config, target, spool, rules, fates)
+                    _require_some(spool.shards(), fates, config)
+            team.wait()
+            with work.stage("capture"):
+                _capture(config, team, target, spool, writer, work)
+                team.wait()
+            if not team.main:
+                return {}
+            counts = _counts(writer, spool.shards(), fates)
+            _require_some(sum(counts["rows"].values()), fates, config)
+            manifest = writer.finish(spool.shards(), counts)
+            facts = {"sources": sources, "used": len(spool), "given_heldout": given}
+            return make_report(config, manifest, work, fates, team.world, facts)
+    finally:
+        team.leave()
 
 
-def _answer(
-    config: PrepareConfig, target: Target, conversations: list[Conversation], fates: Counter
-) -> tuple[list[Question], list[Answer], int]:
-    """Ask what has to be asked; returns questions, answers and the tokens produced now."""
+def _rules(config: PrepareConfig, target: Target) -> RowRules:
     longest = min(config.max_length - 1, target.max_length - config.max_new_tokens)
     if longest < 1:
         raise SpectrainError(
@@ -166,60 +128,159 @@ def _answer(
             where="--max-new-tokens",
             fix="ask for fewer",
         )
-    questions = questions_for(
-        conversations,
-        target.tokenizer,
-        longest=longest,
-        heldout=config.heldout,
+    return RowRules(
         temperatures=config.temperature,
         heldout_temperatures=config.heldout_temperatures,
-        fates=fates,
+        heldout=config.heldout,
+        longest=longest,
+        max_length=min(config.max_length, target.max_length),
+        drop_length_stopped=config.length_stopped == "drop",
+        drop_loops=config.loops == "drop",
     )
-    sampling = Sampling(
-        target=f"{target.fingerprint}/{target.dtype}",
+
+
+def _backend(config: PrepareConfig, target: Target) -> Backend:
+    """Who answers: the target loaded here, or a server that has it."""
+    if config.server is None:
+        return OwnTarget(target, config.max_new_tokens, config.top_p)
+    from spectrain.data.server import Server
+
+    return Server(
+        **config.server.model_dump(),
         max_new_tokens=config.max_new_tokens,
         top_p=config.top_p,
         seed=config.seed,
     )
 
-    def ask(prompts, temperature, seed):
-        return complete(
-            target,
-            prompts,
-            config.max_new_tokens,
-            temperature=temperature,
-            top_p=config.top_p,
-            seed=seed,
-        )
 
-    units = plan_units(questions, config.reply_batch, sampling)
-    answers, fresh = answer(config.store / REPLIES, units, ask, target.tokenizer.decode)
-    return questions, answers, fresh
+def _begin(config: PrepareConfig, target: Target, backend: Backend, spool: Spool) -> StoreWriter:
+    conversations = (conversation for _, conversation in spool.conversations())
+    facts = Counter()
+
+    def told(conversations):
+        for conversation in conversations:
+            facts["talks"] += conversation.text is None
+            facts["asked"] += not conversation.answered
+            yield conversation
+
+    source = source_hash(told(conversations))
+    if facts["talks"]:
+        require_template(target.tokenizer)
+    settings = _settings(config, target, source, backend.identity if facts["asked"] else None)
+    names = ", ".join(source.short for source in config.prompts)
+    about = {"target": target.name, "source": names}
+    return StoreWriter.begin(config.store, settings, about, config.overwrite)
+
+
+def _answer(
+    config: PrepareConfig,
+    team: Team,
+    target: Target,
+    backend: Backend,
+    spool: Spool,
+    rules: RowRules,
+    work: Work,
+    fates: Fates,
+) -> None:
+    """Ask what has to be asked, a round for each assistant turn; the replies are in the spool."""
+    folder = ReplyFolder(config.store / REPLIES)
+    keys: set[str] = set()
+    turn = 0
+    while True:
+        if team.main:
+            ask_round(spool, turn, target.tokenizer, rules, fates)
+        team.wait()
+        if not spool.asked():
+            break
+        _ask_units(config, team, backend, spool, folder, turn, work)
+        team.wait()
+        if team.main:
+            with spool.writing():
+                for unit in _units(config, backend, spool):
+                    keys.add(unit.key)
+                    replies = folder.load(unit)
+                    assert replies is not None, "every unit has just been answered"
+                    for question, reply in zip(unit.questions, replies, strict=True):
+                        spool.take(question.place, reply)
+        turn += 1
+    if team.main:
+        folder.prune(keys)
+
+
+def _units(config: PrepareConfig, backend: Backend, spool: Spool) -> Iterator[Unit]:
+    return plan_units(questions_of(spool), config.reply_batch, backend.identity, config.seed)
+
+
+def _ask_units(
+    config: PrepareConfig,
+    team: Team,
+    backend: Backend,
+    spool: Spool,
+    folder: ReplyFolder,
+    turn: int,
+    work: Work,
+) -> None:
+    """Answer this process's units of a round that have no file yet."""
+    label = "answer" if not turn else f"answer, turn {turn + 1}"
+    with progress(spool.asked(), label, "replies") as bar:
+
+        def waiting() -> Iterable[Unit]:
+            for number, unit in enumerate(_units(config, backend, spool)):
+                if not team.mine(number):
+                    bar.skip(len(unit.questions))
+                elif folder.has(unit):
+                    work.kept_replies += len(unit.questions)
+                    bar.skip(len(unit.questions))
+                else:
+                    yield unit
+
+        for unit, replies in folder.ask(backend, waiting()):
+            work.answered += sum(len(reply.tokens or ()) for reply in replies)
+            bar.update(len(unit.questions))
+
+
+def _tokenise(
+    config: PrepareConfig, target: Target, spool: Spool, rules: RowRules, fates: Fates
+) -> int:
+    """Put the rows into the spool; returns how many held-out rows have replies of somebody else."""
+    cutter, given = Cutter(config.shard_tokens), 0
+    with spool.writing(), progress(len(spool), "tokenise", "conversations") as bar:
+        for place, conversation in spool.conversations():
+            for row in rows_of(conversation, place, spool, target, rules, fates):
+                spool.add_row(cutter.place(row), row)
+                given += (
+                    row.split == "heldout" and conversation.answered and conversation.text is None
+                )
+            bar.update(1)
+    return given
 
 
 def _capture(
-    config: PrepareConfig, target: Target, layers: tuple[int, ...], rows: list[Row], writer
-) -> tuple[list[dict], int]:
-    """Capture the shards that are not finished; returns the facts of all and the tokens read."""
-    shards = plan_shards(rows, config.shard_tokens)
-    keys = [key_of(shard) for shard in shards]
-    facts = [writer.shard(number, key) for number, key in enumerate(keys)]
-    todo = [number for number, found in enumerate(facts) if found is None]
+    config: PrepareConfig, team: Team, target: Target, spool: Spool, writer: StoreWriter, work: Work
+) -> None:
+    """Make this process's shards that are not finished."""
+    layers, everywhere = tuple(writer.settings["aux_layers"]), config.keeps_last_everywhere
+    todo, size, tokens = {}, 0, 0
+    for number in filter(team.mine, range(spool.shards())):
+        rows = spool.rows(number)
+        key = key_of(rows)
+        if writer.shard(number, key) is not None:
+            work.kept_shards += 1
+            continue
+        todo[number] = key
+        tokens += sum(len(row.tokens) for row in rows)
+        width = len(layers) * target.hidden_size
+        size += bytes_needed(rows, target.hidden_size, width, writer.dtype, everywhere)
     if not todo:
-        return facts, 0
-    waiting = [row for number in todo for row in shards[number]]
-    width = len(layers) * target.hidden_size
-    everywhere = config.last_states == "everywhere"
-    size = bytes_needed(waiting, target.hidden_size, width, DTYPES[config.dtype], everywhere)
-    writer.require_space(size)
-    check_logits(target, waiting[0])
-    tokens = sum(len(row.tokens) for row in waiting)
+        return
+    writer.require_space(size * team.world)
+    check_logits(target, spool.rows(next(iter(todo)))[0])
     with progress(tokens, f"capture, {size / 1e6:,.0f} MB", "tokens") as bar:
-        for number in todo:
-            shard = shards[number]
-            states, dropped = {}, Counter()
+        for number, key in todo.items():
+            rows, dropped = spool.rows(number), Counter()
+            states: dict[int, tuple] = {}
             for place, found in capture(
-                target, shard, layers, writer.dtype, config.batch_tokens, everywhere
+                target, rows, layers, writer.dtype, config.batch_tokens, everywhere
             ):
                 if found.states is None:
                     dropped[found.reason] += 1
@@ -227,12 +288,24 @@ def _capture(
                     states[place] = (found.row, found.states)
                 bar.update(len(found.row.tokens))
             kept = [states[place] for place in sorted(states)]
-            facts[number] = writer.write_shard(number, keys[number], kept, dict(dropped))
-    return facts, tokens
+            writer.write_shard(number, key, kept, dict(dropped))
+    work.captured = tokens
+
+
+def _counts(writer: StoreWriter, shards: int, fates: Fates) -> dict:
+    """What the manifest tells of the rows, shard by shard; drops of the capture go to `fates`."""
+    counts = no_rows()
+    for number in range(shards):
+        facts = writer.facts(number)
+        count_rows(counts, facts["rows"])
+        fates.update(facts["dropped"])
+    return counts | {"dropped": dict(sorted(fates.items()))}
 
 
 def _aux_layers(config: PrepareConfig, target: Target) -> tuple[int, ...]:
     layers = target.default_aux_layers() if config.aux_layers is None else config.aux_layers
+    if not config.keeps_aux:
+        return ()
     valid = all(0 <= layer < target.num_layers for layer in layers)
     if not valid or list(layers) != sorted(set(layers)):
         raise SpectrainError(
@@ -244,92 +317,30 @@ def _aux_layers(config: PrepareConfig, target: Target) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def _settings(
-    config: PrepareConfig, target: Target, layers: tuple[int, ...], conversations
-) -> dict:
+def _settings(config: PrepareConfig, target: Target, source: str, backend: str | None) -> dict:
     """Everything that shapes the store; a store with other settings is never continued."""
     rendered = json.dumps(rendering(target.tokenizer), sort_keys=True).encode()
     shaped_by = {
         "target": {"fingerprint": target.fingerprint, "dtype": str(target.dtype)},
         "template": hashlib.sha256(rendered).hexdigest()[:16],
-        "source": source_hash(conversations),
-        "aux_layers": list(layers),
+        "source": source,
+        "aux_layers": list(_aux_layers(config, target)),
+        "last_states": "everywhere" if config.keeps_last_everywhere else "replies",
     }
-    plain = ("max_length", "heldout", "dtype", "last_states", "length_stopped", "shard_tokens")
-    plain += ("batch_tokens",)
-    asked = (
-        "temperature",
-        "heldout_temperatures",
-        "top_p",
-        "max_new_tokens",
-        "reply_batch",
-        "seed",
-    )
+    plain = ("max_length", "heldout", "dtype", "length_stopped", "shard_tokens", "batch_tokens")
+    plain += ("loops",)
     # How replies are drawn matters only where the target is asked for one.
-    if not all(conversation.answered for conversation in conversations):
-        plain += asked
+    if backend is not None:
+        plain += ("temperature", "heldout_temperatures", "top_p", "max_new_tokens")
+        plain += ("reply_batch", "seed")
+        shaped_by["backend"] = backend
     return shaped_by | config.model_dump(mode="json", include=set(plain))
 
 
-def _require_some(rows: list, fates: Counter, config: PrepareConfig) -> None:
+def _require_some(rows: int, fates: Fates, config: PrepareConfig) -> None:
     if not rows:
         raise SpectrainError(
             f"no row is left: {', '.join(f'{n} {reason}' for reason, n in sorted(fates.items()))}",
-            where=str(config.prompts),
+            where=", ".join(str(source) for source in config.prompts),
             fix="mend the source or the settings that drop its rows",
         )
-
-
-def render(report: dict) -> str:
-    """What a person reads: rows by split, what was dropped, what the work cost."""
-    counts, rates = report["counts"], report["tokens_per_second"]
-    lines = [
-        f"store {report['store']} ({report['bytes'] / 1e6:,.0f} MB) of {report['target']}",
-        f"{'':<10}{'rows':>8}{'tokens':>12}{'supervised':>12}",
-    ]
-    for split in counts["rows"]:
-        rows, tokens, supervised = (
-            counts[key][split] for key in ("rows", "tokens", "supervised_tokens")
-        )
-        lines.append(f"{split:<10}{rows:>8,}{tokens:>12,}{supervised:>12,}")
-    dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(counts["dropped"].items()))
-    lines += [
-        f"dropped: {dropped or 'nothing'}",
-        f"replies cut off by their length: {counts['length_stopped']:,}, "
-        f"rows cut at max_length: {counts['truncated']:,}",
-    ]
-    total = sum(counts["rows"].values())
-    if counts["length_stopped"] > total / 2:
-        lines.append(
-            "note: most replies were cut off, so the head learns little of how they end; "
-            "raise --max-new-tokens if you can"
-        )
-    if not counts["rows"].get("heldout"):
-        lines.append("note: no held-out rows, eval-alpha has nothing to measure; raise --heldout")
-    stages = []
-    for stage, seconds in report["seconds"].items():
-        rate = f" ({rates[stage]:,.0f} tokens/s)" if rates.get(stage) else ""
-        stages.append(f"{stage} {seconds:.0f}{rate}")
-    return "\n".join([*lines, f"seconds: {', '.join(stages)}"])
-
-
-def _report(
-    config: PrepareConfig, manifest: dict, clock: Clock, answered: int, captured: int
-) -> dict:
-    """counts (rows, tokens, supervised_tokens by split; dropped by reason; truncated,
-    length_stopped), supervised_tokens by split, bytes, seconds by stage, tokens_per_second of this
-    run's own work (None where there was none), store, fingerprint, target."""
-    rates = {"answer": answered, "capture": captured}
-    return {
-        "store": str(config.store),
-        "fingerprint": manifest["fingerprint"],
-        "target": manifest["about"]["target"],
-        "counts": manifest["counts"],
-        "supervised_tokens": manifest["counts"]["supervised_tokens"],
-        "bytes": sum(shard["bytes"] for shard in manifest["shards"]),
-        "seconds": clock.seconds,
-        "tokens_per_second": {
-            stage: round(tokens / max(clock.seconds[stage], 1e-3), 1) if tokens else None
-            for stage, tokens in rates.items()
-        },
-    }
