@@ -167,12 +167,17 @@ def sha256_file(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def require_free(path: str | Path, size: int) -> None:
-    """Raise RunFailed unless the disk that holds (or will hold) `path` has `size` bytes free."""
+def free_bytes(path: str | Path) -> int:
+    """Bytes free on the disk that holds (or will hold) `path`."""
     existing = Path(path).absolute()
     while not existing.exists():
         existing = existing.parent
-    free = shutil.disk_usage(existing).free
+    return shutil.disk_usage(existing).free
+
+
+def require_free(path: str | Path, size: int) -> None:
+    """Raise RunFailed unless the disk that holds (or will hold) `path` has `size` bytes free."""
+    free = free_bytes(path)
     if free < size:
         raise RunFailed(
             f"{size / 1e6:,.0f} MB needed, {free / 1e6:,.0f} MB free on the disk",

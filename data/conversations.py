@@ -51,6 +51,11 @@ class Conversation:
         """Whether nothing is to be asked: the last turn is a given reply, or it is a plain text."""
         return self.text is not None or self.messages[-1]["role"] == "assistant"
 
+    @property
+    def turns(self) -> int:
+        """Replies that are to be asked for."""
+        return 0 if self.answered else 1 + sum(map(_open, self.messages))
+
     def prompt(self, replies: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...] | None:
         """The messages that ask for the next reply, those so far filled in; None after the last."""
         if self.answered:

@@ -157,6 +157,10 @@ class Spool:
         """Questions of this round."""
         return self._base.execute("SELECT count(*) FROM questions").fetchone()[0]
 
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts of this round."""
+        return self._base.execute("SELECT coalesce(sum(length), 0) FROM questions").fetchone()[0]
+
     def questions(self) -> Iterator[tuple[int, str, float, list[int]]]:
         """(place, conversation, temperature, prompt's ids), by temperature and length; the order
         depends on the set of questions alone."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from spectrain.core.errors import SpectrainError
+from spectrain.core.files import free_bytes
 from spectrain.core.progress import progress
 from spectrain.core.target import Target
 from spectrain.core.team import Team
@@ -40,6 +42,7 @@ from spectrain.data.tokenise import rendering, require_template
 from spectrain.data.writer import REPLIES, StoreWriter, only_process
 from spectrain.generator.answering import OwnTarget
 from spectrain.recipes.prepare_config import SHIPPED_PROMPTS, PrepareConfig
+from spectrain.recipes.prepare_estimate import estimate
 from spectrain.recipes.prepare_report import make_report, render
 from spectrain.trainer.launch import start_all
 
@@ -70,6 +73,9 @@ def run(config: PrepareConfig) -> dict:
     Raises SpectrainError for input that cannot be used, RunFailed on a full disk. Whatever was
     finished before stays, and the same call goes on from there.
     """
+    if config.dry_run:
+        target = Target.load(config.target, dtype=config.target_dtype, device=config.device)
+        return estimate(config, target, _rules(config, target), _aux_layers(config, target))
     start_all()
     team = Team(config.device)
     work, fates = Work(), Fates()
@@ -99,7 +105,7 @@ def run(config: PrepareConfig) -> dict:
                 spool = held.enter_context(Spool(config.store, new=False))
                 writer = StoreWriter.join(config.store)
             with work.stage("answer"):
-                _answer(config, team, target, backend, spool, rules, work, fates)
+                _answer(config, team, target, backend, spool, writer, rules, work, fates)
             if team.main:
                 with work.stage("tokenise"):
                     given = _tokenise(config, target, spool, rules, fates)
@@ -178,6 +184,7 @@ def _answer(
     target: Target,
     backend: Backend,
     spool: Spool,
+    writer: StoreWriter,
     rules: RowRules,
     work: Work,
     fates: Fates,
@@ -192,6 +199,8 @@ def _answer(
         team.wait()
         if not spool.asked():
             break
+        if team.main and not turn:
+            _require_room(config, target, writer, spool)
         _ask_units(config, team, backend, spool, folder, turn, work)
         team.wait()
         if team.main:
@@ -205,6 +214,37 @@ def _answer(
         turn += 1
     if team.main:
         folder.prune(keys)
+
+
+def _require_room(
+    config: PrepareConfig, target: Target, writer: StoreWriter, spool: Spool
+) -> None:
+    """Before hours of answering: the prompts alone have to fit on the disk; a store that might not
+    fit is told of."""
+    replies, prompts = spool.asked(), spool.prompt_tokens()
+    longest = replies * config.max_new_tokens
+    sizes = [
+        bytes_needed(
+            prompts + tokens,
+            tokens,
+            replies,
+            target.hidden_size,
+            len(writer.settings["aux_layers"]),
+            writer.dtype,
+            config.keeps_last_everywhere,
+            config.teacher_top_k,
+        )
+        for tokens in (0, longest)
+    ]
+    if config.features == "none":
+        return
+    writer.require_space(sizes[0])
+    if sizes[1] > (free := free_bytes(config.store)):
+        print(
+            f"note: the store may take up to {sizes[1] / 1e6:,.0f} MB (replies of full length), "
+            f"{free / 1e6:,.0f} MB are free",
+            file=sys.stderr,
+        )
 
 
 def _units(config: PrepareConfig, backend: Backend, spool: Spool) -> Iterator[Unit]:
@@ -268,9 +308,18 @@ def _capture(
             work.kept_shards += 1
             continue
         todo[number] = key
-        tokens += sum(len(row.tokens) for row in rows)
-        width = len(layers) * target.hidden_size
-        size += bytes_needed(rows, target.hidden_size, width, writer.dtype, everywhere)
+        found = sum(len(row.tokens) for row in rows)
+        tokens += found
+        size += bytes_needed(
+            found,
+            sum(row.supervised for row in rows),
+            len(rows),
+            target.hidden_size,
+            len(layers),
+            writer.dtype,
+            everywhere,
+            config.teacher_top_k,
+        )
     if not todo:
         return
     writer.require_space(size * team.world)
