@@ -29,9 +29,7 @@ def read_into(
     """
     with spool.writing(), progress(None, "read", "rows") as bar:
         for number, source in enumerate(sources):
-            empty = True
             for place, raw in read_rows(source):
-                empty = False
                 bar.update(1)
                 try:
                     row = parse(raw, texts=True)
@@ -47,12 +45,6 @@ def read_into(
                     fates.drop(reason, place)
                 elif not spool.add(conversation, number, place):
                     fates.drop("duplicate", place)
-            if empty:
-                raise SpectrainError(
-                    "the source is empty",
-                    where=str(source),
-                    fix='give a JSONL file of {"messages": […]} rows',
-                )
     sizes = spool.sizes(len(sources))
     spool.choose(quotas(sizes, [source.weight for source in sources], limit), limit)
     return sizes

@@ -136,17 +136,23 @@ def lay_out(rows: list[tuple[Row, States]], dtype: torch.dtype) -> dict[str, Ten
 
 
 def bytes_needed(
-    rows: list[Row], hidden: int, aux_width: int, dtype: torch.dtype, last_everywhere: bool = False
+    tokens: int,
+    supervised: int,
+    rows: int,
+    hidden: int,
+    layers: int,
+    dtype: torch.dtype,
+    last_everywhere: bool = False,
+    top_k: int = 0,
 ) -> int:
-    """Bytes on disk that these rows will take, headers and facts estimated generously."""
-    tokens = sum(len(row.tokens) for row in rows)
-    supervised = sum(row.supervised for row in rows)
-    size = dtype.itemsize
+    """Bytes on disk that so many tokens, reply tokens and rows will take with auxiliary states of
+    so many layers; headers and facts estimated generously."""
+    state = hidden * dtype.itemsize
     return (
-        tokens * (aux_width * size + 4 + 2)
-        + (tokens if last_everywhere else supervised) * hidden * size
-        + supervised * 12
-        + len(rows) * 300
+        tokens * (layers * state + 4 + 2)
+        + (tokens if last_everywhere else supervised) * state
+        + supervised * (12 + 6 * top_k)
+        + rows * 300
         + 4096
     )
 

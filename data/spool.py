@@ -75,10 +75,8 @@ class Spool:
         """Everything inside becomes visible to other processes together, and is written fast."""
         with self._disk():
             self._base.execute("BEGIN")
-            try:
-                yield
-            finally:
-                self._base.execute("COMMIT")
+            yield
+            self._base.execute("COMMIT")  # after an error there is nothing worth keeping
 
     # ── conversations ────────────────────────────────────────────────────────
 
@@ -220,7 +218,8 @@ class Spool:
     def _select(self, query: str) -> Iterator[tuple]:
         # A cursor of its own: others may be used while this one is read.
         with self._disk():
-            yield from self._base.cursor().execute(query)
+            for row in self._base.cursor().execute(query):  # noqa: UP028  (may be left half way)
+                yield row
 
     @contextmanager
     def _disk(self) -> Iterator[None]:

@@ -33,7 +33,9 @@ from spectrain.data.store import FORMAT, MANIFEST, fingerprint_of, read_manifest
 
 LOCK = ".lock"
 REPLIES = "replies"
-FINGERPRINT = "target.fingerprint"
+# The target first: with another one, what follows from it differs as well.
+TOLD_FIRST = ("target.fingerprint", "target.dtype")
+TOLD_LAST = "backend"  # made of other settings
 
 
 class StoreWriter:
@@ -235,8 +237,8 @@ def _clear(path: Path, settings: dict, overwrite: bool) -> None:
 
 def _require_same(old: dict, new: dict, path: Path) -> None:
     before, now = _flat(old), _flat(new)
-    # The target first: with another one, what follows from it differs as well.
-    for key in sorted(set(before) | set(now), key=lambda key: (key != FINGERPRINT, key)):
+    order = {key: place - len(TOLD_FIRST) for place, key in enumerate(TOLD_FIRST)} | {TOLD_LAST: 1}
+    for key in sorted(set(before) | set(now), key=lambda key: (order.get(key, 0), key)):
         if before.get(key) != now.get(key):
             raise SpectrainError(
                 f"the store was prepared with {key} = {before.get(key)!r}, "

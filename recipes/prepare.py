@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import free_bytes
@@ -173,7 +174,7 @@ def _begin(config: PrepareConfig, target: Target, backend: Backend, spool: Spool
     if facts["talks"]:
         require_template(target.tokenizer)
     settings = _settings(config, target, source, backend.identity if facts["asked"] else None)
-    names = ", ".join(source.short for source in config.prompts)
+    names = ", ".join(Path(source.path).name for source in config.prompts)
     about = {"target": target.name, "source": names}
     return StoreWriter.begin(config.store, settings, about, config.overwrite)
 
@@ -390,6 +391,6 @@ def _require_some(rows: int, fates: Fates, config: PrepareConfig) -> None:
     if not rows:
         raise SpectrainError(
             f"no row is left: {', '.join(f'{n} {reason}' for reason, n in sorted(fates.items()))}",
-            where=", ".join(str(source) for source in config.prompts),
+            where=", ".join(source.path for source in config.prompts),
             fix="mend the source or the settings that drop its rows",
         )

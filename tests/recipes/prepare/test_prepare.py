@@ -8,6 +8,7 @@ from preparing import prompt, talk, write
 
 from spectrain.core.errors import SpectrainError
 from spectrain.data.store import FeatureStore
+from spectrain.generator import answering
 from spectrain.recipes import prepare
 
 
@@ -40,7 +41,7 @@ def test_prompts_become_rows_with_the_targets_own_replies(config, tiny):
 
 def test_given_replies_are_not_asked_for(config, tmp_path, monkeypatch):
     """`auto` keeps them with their own facts; the target is asked for nothing."""
-    monkeypatch.setattr(prepare, "complete", None)
+    monkeypatch.setattr(answering, "complete", None)
     rows = [talk(f"q{n}", "a reply", temperature=0.7, finish_reason="stop") for n in range(4)]
     prompts = write(tmp_path / "given.jsonl", [*rows, talk("q", "cut", finish_reason="length")])
     report = prepare.run(config(prompts=prompts, heldout=0.0))
@@ -122,7 +123,7 @@ def test_plain_texts_need_no_template(config, tmp_path, tiny_path, monkeypatch):
     """A base model's tokenizer has none: texts do, one conversation among them is refused."""
     base = shutil.copytree(tiny_path, tmp_path / "base")
     (base / "chat_template.jinja").unlink()
-    monkeypatch.setattr(prepare, "complete", None)
+    monkeypatch.setattr(answering, "complete", None)
     rows = [{"text": f"document {n} of words"} for n in range(10)]
     prompts = write(tmp_path / "texts.jsonl", rows)
     report = prepare.run(config(target=str(base), prompts=prompts, heldout=0.5))

@@ -1,6 +1,7 @@
 """prepare run again: nothing twice, nothing stale, the same bytes."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 from preparing import PROMPTS, content, write
@@ -8,12 +9,13 @@ from tiny_models import save_tiny
 
 from spectrain.core.errors import SpectrainError
 from spectrain.data.store import FeatureStore
+from spectrain.generator import answering
 from spectrain.recipes import prepare
 
 
 def test_rerun_does_nothing_and_changes_nothing(config, clean, monkeypatch):
     prepare.run(config())
-    monkeypatch.setattr(prepare, "complete", None)
+    monkeypatch.setattr(answering, "complete", None)
     monkeypatch.setattr(prepare, "capture", None)
     report = prepare.run(config())
     assert report["tokens_per_second"] == {"answer": None, "capture": None}
@@ -22,7 +24,7 @@ def test_rerun_does_nothing_and_changes_nothing(config, clean, monkeypatch):
 
 def test_reordered_and_duplicated_source_gives_the_same_bytes(config, clean):
     """Case 13."""
-    write(config().prompts, PROMPTS[5:] + PROMPTS[::-1])
+    write(Path(config().prompts[0].path), PROMPTS[5:] + PROMPTS[::-1])
     report = prepare.run(config())
     assert report["counts"]["dropped"] == {"duplicate": 11}
     now = content(config().store)
@@ -70,7 +72,7 @@ def test_another_target_is_named_before_what_follows_from_it(config, tokenizer, 
 def test_overwrite_keeps_replies_that_still_hold(config, monkeypatch):
     """Features are made anew; the target is not asked again for the same prompts."""
     prepare.run(config())
-    monkeypatch.setattr(prepare, "complete", None)
+    monkeypatch.setattr(answering, "complete", None)
     prepare.run(config(dtype="float32", overwrite=True))
     assert FeatureStore.open(config().store).manifest["settings"]["dtype"] == "float32"
 
