@@ -12,7 +12,14 @@ from spectrain.core.target import Target
 from spectrain.data.conversations import Conversation, split_of
 from spectrain.data.replies import Answer, Question
 from spectrain.data.shard import Row
-from spectrain.data.tokenise import Refused, answered_row, given_row, prompt_ids, text_row
+from spectrain.data.tokenise import (
+    Refused,
+    Turn,
+    given_rows,
+    prompt_ids,
+    text_row,
+    turn_rows,
+)
 
 
 def source_hash(conversations: list[Conversation]) -> str:
@@ -75,33 +82,26 @@ def build_rows(
     rows = []
     for conversation, prompt, answer in work:
         split = split_of(conversation.prompt_id, heldout)
-        try:
-            if conversation.text is not None:
-                row = text_row(target.tokenizer, conversation, split=split, max_length=max_length)
-            elif answer is None:
-                row = given_row(
-                    target.tokenizer,
-                    target.stop_ids,
-                    conversation,
-                    split=split,
-                    max_length=max_length,
-                )
-            else:
-                row = answered_row(
-                    conversation,
-                    prompt,
-                    answer.tokens,
-                    split=split,
-                    temperature=answer.temperature,
-                    finish=answer.finish,
-                    max_length=max_length,
-                )
+        if conversation.text is not None:
+            made = text_row(target.tokenizer, conversation, split=split, max_length=max_length)
+        elif answer is None:
+            made = given_rows(
+                target.tokenizer, target.stop_ids, conversation, split=split, max_length=max_length
+            )
+        else:
+            made = turn_rows(
+                conversation,
+                [Turn(prompt, answer.tokens, answer.finish)],
+                split=split,
+                temperature=answer.temperature,
+                max_length=max_length,
+            )
+        fates.update(made[1])
+        for row in made[0]:
             if drop_length_stopped and row.finish == "length":
-                raise Refused("length-stopped")
-        except Refused as refused:
-            fates[refused.reason] += 1
-            continue
-        rows.append(row)
+                fates["length-stopped"] += 1
+            else:
+                rows.append(row)
     return sorted(
         rows, key=lambda row: (row.id, -1 if row.temperature is None else row.temperature)
     )
