@@ -1,37 +1,29 @@
-"""From a conversation to tokens and the mask of its replies, with the target's own chat template.
+"""From a conversation to tokens and the mask of its replies.
 
-The mask is found by rendering, not by markers in the template: the text of messages[:i] with the
-generation prompt must be a prefix of the text of messages[:i+1]; what follows, up to and including
-the end-of-turn token, is reply i. A template that rewrites history breaks this, and then the row is
-refused with a reason: a wrong or empty mask is never returned.
+What the target read and what it wrote are told by its chat template (data/render.py); supervised is
+what it wrote, up to and including its end-of-turn token.
 
     <|im_start|>user↵hi<|im_end|>↵<|im_start|>assistant↵ hello<|im_end|> ↵ …
     0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 1 1 1 1 1 1 1 1 0 0
+
+One row holds a whole conversation, as long as each prompt begins with all that came before. Where a
+template shows older turns otherwise (without their thinking, say), the target did not read what it
+had written: a new row begins. A wrong or empty mask is never returned.
 """
 
 from __future__ import annotations
 
 import json
-from itertools import chain
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import jinja2
 import torch
 
 from spectrain.core.batch import counted
 from spectrain.core.errors import SpectrainError
 from spectrain.data.conversations import Conversation
+from spectrain.data.render import Refused, TurnText, prompt_text, turn_texts
 from spectrain.data.shard import Row
-
-# What a template may raise over the messages it is given.
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
-
-
-class Refused(Exception):
-    """The row is dropped; `reason` is what it is counted under."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
 
 
 def require_template(tokenizer) -> None:
@@ -56,20 +48,25 @@ def rendering(tokenizer) -> dict:
     return {"backend": state, "chat_template": tokenizer.chat_template}
 
 
+@dataclass(frozen=True)
+class Turn:
+    """An assistant turn in ids: what the target was asked with, and what it replied.
+
+    finish: why the reply ended; its end-of-turn token is there iff that is "stop" or unknown (None)
+    """
+
+    prompt: list[int]
+    reply: list[int]
+    finish: str | None
+
+
 def prompt_ids(tokenizer, conversation: Conversation, longest: int) -> list[int]:
     """The ids that the target is asked to continue, `longest` tokens at most.
 
-    Raises Refused: template-rejects, no-generation-prompt, empty-prompt, too-long-prompt.
+    Raises Refused: template-rejects, prefix-mismatch, no-generation-prompt, tools-not-rendered,
+    empty-prompt, too-long-prompt.
     """
-    messages = list(conversation.messages)
-    prompt = _render(tokenizer, messages, conversation.tools, generation=True)
-    if prompt == _render(tokenizer, messages, conversation.tools):
-        # Fine where the reply follows the user turn directly, wrong where a header is missing.
-        word = "reply"
-        answer = [*messages, {"role": "assistant", "content": word}]
-        rest = _after(_render(tokenizer, answer, conversation.tools), prompt)
-        _require_bare(rest, word)
-    ids = _encode(tokenizer, prompt)
+    ids = _encode(tokenizer, prompt_text(tokenizer, conversation))
     if not ids:
         raise Refused("empty-prompt")
     if len(ids) > longest:
@@ -77,77 +74,96 @@ def prompt_ids(tokenizer, conversation: Conversation, longest: int) -> list[int]
     return ids
 
 
-def answered_row(
-    conversation: Conversation,
-    prompt: list[int],
-    reply: list[int],
-    *,
-    split: str,
-    temperature: float | None,
-    finish: str,
-    max_length: int,
-) -> Row:
-    """The row of a reply that the target itself produced: its ids are used as they are.
-
-    `reply` ends with the end-of-turn token iff `finish` is "stop". Raises Refused: empty-reply,
-    reply-too-short, truncated-away.
-    """
-    if len(reply) <= (finish == "stop"):
-        raise Refused("empty-reply")
-    mask = [0] * len(prompt) + [1] * len(reply)
-    return _row(conversation, prompt + reply, mask, split, temperature, finish, max_length)
-
-
-def given_row(
+def given_rows(
     tokenizer,
     stop_ids: tuple[int, ...],
     conversation: Conversation,
     *,
     split: str,
     max_length: int,
-) -> Row:
-    """The row of a conversation with its given replies, all of them supervised.
+) -> tuple[list[Row], list[str]]:
+    """The rows of a conversation with its given replies, all of them supervised, and the reasons of
+    those that were refused; see `turn_rows`. What cannot be told of one turn refuses all of them.
 
-    Raises Refused: template-rejects, prefix-mismatch, no-generation-prompt, empty-reply,
-    no-end-of-turn, stop-token-in-reply, boundary-merge, empty-prompt, reply-too-short,
-    truncated-away.
+    Reasons: those of `turn_texts` and `turn_rows`; empty-prompt, no-end-of-turn, boundary-merge,
+    stop-token-in-reply.
     """
-    pieces = _pieces(tokenizer, conversation)
-    encoded = _encode_pieces(tokenizer, pieces)
-    if not encoded[0]:
-        raise Refused("empty-prompt")
-    ids: list[int] = []
-    mask: list[int] = []
-    for turn, (context, reply) in enumerate(zip(encoded[::2], encoded[1::2], strict=True), 1):
-        end = _reply_length(tokenizer, reply, stop_ids)
-        ids += context + reply
-        mask += [0] * len(context) + [turn] * end + [0] * (len(reply) - end)
-    # Nothing after the last reply is ever predicted; of a reply that was cut off by its length, the
-    # template's end-of-turn token is not the target's.
-    stop = len(ids) - mask[::-1].index(turn)
-    stop -= conversation.finish == "length"
-    return _row(
+    try:
+        turns = _given_turns(tokenizer, stop_ids, conversation)
+    except Refused as refused:
+        return [], [refused.reason]
+    return turn_rows(
         conversation,
-        ids[:stop],
-        mask[:stop],
-        split,
-        conversation.temperature,
-        conversation.finish,
-        max_length,
+        turns,
+        split=split,
+        temperature=conversation.temperature,
+        max_length=max_length,
     )
 
 
-def text_row(tokenizer, conversation: Conversation, *, split: str, max_length: int) -> Row:
-    """The row of a plain text: all of it is supervised but the first token, which nothing predicts.
+def turn_rows(
+    conversation: Conversation,
+    turns: Sequence[Turn],
+    *,
+    split: str,
+    temperature: float | None,
+    max_length: int,
+) -> tuple[list[Row], list[str]]:
+    """The rows of turns whose ids are used as they are, and the reasons of those that were refused.
 
-    Raises Refused: reply-too-short, truncated-away.
+    A turn goes on in the row before it if its prompt begins with all the ids of that row: then
+    they are what the target read and wrote. Else a new row begins with its prompt, in which the
+    earlier replies are context. A row is cut off ("length") if one of its replies is.
+
+    Reasons: empty-reply for a turn; reply-too-short, truncated-away for a row.
     """
+    stretches, reasons = _stretches(turns)
+    rows: list[Row] = []
+    for ids, mask, finish in stretches:
+        name = conversation.id if not rows else f"{conversation.id}-{len(rows) + 1}"
+        try:
+            rows.append(_row(name, conversation, ids, mask, split, temperature, finish, max_length))
+        except Refused as refused:
+            reasons.append(refused.reason)
+    return rows, reasons
+
+
+def text_row(
+    tokenizer, conversation: Conversation, *, split: str, max_length: int
+) -> tuple[list[Row], list[str]]:
+    """The row of a plain text: all of it is supervised but the first token, which nothing predicts;
+    or the reason against it: reply-too-short, truncated-away."""
     ids = _with_special_tokens(tokenizer, conversation.text)
     mask = [0] * min(1, len(ids)) + [1] * (len(ids) - 1)
-    return _row(conversation, ids, mask, split, None, None, max_length)
+    try:
+        row = _row(conversation.id, conversation, ids, mask, split, None, None, max_length)
+    except Refused as refused:
+        return [], [refused.reason]
+    return [row], []
 
 
-def _row(conversation, ids, mask, split, temperature, finish, max_length: int) -> Row:
+def _stretches(
+    turns: Sequence[Turn],
+) -> tuple[list[tuple[list[int], list[int], str | None]], list[str]]:
+    """Ids, mask and finish of each row to be, and the reasons against turns."""
+    stretches: list[tuple[list[int], list[int], str | None]] = []
+    reasons: list[str] = []
+    for turn in turns:
+        if len(turn.reply) <= (turn.finish in ("stop", None)):
+            reasons.append("empty-reply")
+            continue
+        ids, mask, finish = stretches.pop() if stretches else ([], [], None)
+        if turn.prompt[: len(ids)] != ids:
+            stretches.append((ids, mask, finish))
+            ids, mask, finish = [], [], None
+        number = max(mask, default=0) + 1
+        mask = mask + [0] * (len(turn.prompt) - len(ids)) + [number] * len(turn.reply)
+        finish = "length" if finish == "length" else turn.finish
+        stretches.append((turn.prompt + turn.reply, mask, finish))
+    return stretches, reasons
+
+
+def _row(name, conversation, ids, mask, split, temperature, finish, max_length: int) -> Row:
     """Cut at `max_length` and checked: an anchor must be left, else there is nothing to learn."""
     whole = torch.tensor(mask, dtype=torch.int16)
     reply = whole[:max_length].clone()
@@ -156,7 +172,7 @@ def _row(conversation, ids, mask, split, temperature, finish, max_length: int) -
     if not counted(reply, 0).any():
         raise Refused("truncated-away")
     return Row(
-        id=conversation.id,
+        id=name,
         split=split,
         tokens=torch.tensor(ids[:max_length], dtype=torch.int32),
         reply=reply,
@@ -165,58 +181,6 @@ def _row(conversation, ids, mask, split, temperature, finish, max_length: int) -
         finish=finish,
         truncated=len(ids) > max_length,
     )
-
-
-# ── rendering ────────────────────────────────────────────────────────────────
-
-
-def _render(tokenizer, messages, tools, generation: bool = False) -> str:
-    try:
-        return tokenizer.apply_chat_template(
-            messages,
-            tools=list(tools) if tools else None,
-            tokenize=False,
-            add_generation_prompt=generation,
-        )
-    except _TEMPLATE_ERRORS as error:
-        raise Refused("template-rejects") from error
-
-
-def _after(text: str, prefix: str) -> str:
-    if not text.startswith(prefix):
-        raise Refused("prefix-mismatch")
-    return text[len(prefix) :]
-
-
-def _pieces(tokenizer, conversation: Conversation) -> list[str]:
-    """The rendered text as context, reply, context, reply, …; a reply runs from the end of the
-    generation prompt to the end of its message, template's trailing text included."""
-    messages = list(conversation.messages)
-    whole = _render(tokenizer, messages, conversation.tools)
-    pieces: list[str] = []
-    done = ""
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant" or not turn:
-            continue
-        before = _render(tokenizer, messages[:turn], conversation.tools, generation=True)
-        after = _render(tokenizer, messages[: turn + 1], conversation.tools)
-        _after(whole, after)
-        reply = _after(after, before)
-        plain = not (message.get("tool_calls") or message.get("reasoning_content"))
-        if plain and not message["content"].strip():
-            raise Refused("empty-reply")
-        if plain and before == _render(tokenizer, messages[:turn], conversation.tools):
-            _require_bare(reply, message["content"].strip())
-        pieces += [_after(before, done), reply]
-        done = after
-    return pieces
-
-
-def _require_bare(rest: str, content: str) -> None:
-    """The template knows no generation prompt: then the reply must follow the prompt directly,
-    else what the target is asked to continue would lack the header of its turn."""
-    if rest.partition(content)[0].strip():
-        raise Refused("no-generation-prompt")
 
 
 # ── ids ──────────────────────────────────────────────────────────────────────
@@ -243,52 +207,35 @@ def _with_special_tokens(tokenizer, text: str) -> list[int]:
     return whole
 
 
-def _encode_pieces(tokenizer, pieces: list[str]) -> list[list[int]]:
-    """Ids of each piece; those of a reply are what the target would produce after the context.
+def _given_turns(tokenizer, stop_ids: tuple[int, ...], conversation: Conversation) -> list[Turn]:
+    """The given replies as the target read and wrote them."""
+    turns = []
+    for text in turn_texts(tokenizer, conversation):
+        prompt = _encode(tokenizer, text.prompt)
+        if not prompt:
+            raise Refused("empty-prompt")
+        reply = _reply_ids(tokenizer, text, prompt)
+        turns.append(Turn(prompt, reply[: _reply_length(tokenizer, reply, stop_ids)], None))
+    last = turns.pop()
+    # Of a reply that was cut off by its length, the template's end-of-turn token is not the
+    # target's.
+    reply = last.reply[:-1] if conversation.finish == "length" else last.reply
+    return [*turns, Turn(last.prompt, reply, conversation.finish)]
 
-    Three ways, since tokenizers differ: most keep the pieces apart by themselves; some mark the
-    beginning of a text and have to see all of it; some merge characters across the boundary, which
-    the target, reading its prompt without the reply, would not.
+
+def _reply_ids(tokenizer, text: TurnText, prompt: list[int]) -> list[int]:
+    """Ids of a reply as the target would write them, having read `prompt`.
+
+    Most tokenizers keep the two apart by themselves. Some merge characters across the boundary,
+    which the target cannot: then the reply is read alone, if that says the same.
     """
-    text = "".join(pieces)
-    whole = _encode(tokenizer, text)
-    apart = [_encode(tokenizer, piece) for piece in pieces]
-    joined = list(chain(*apart))
-    if joined == whole:
-        return apart
-    cut = _cut(tokenizer, text, pieces)
-    if cut is not None and _same_contexts(tokenizer, cut, pieces):
-        return cut
-    if tokenizer.decode(joined) == tokenizer.decode(whole):
-        return apart
-    raise Refused("boundary-merge")
-
-
-def _cut(tokenizer, text: str, pieces: list[str]) -> list[list[int]] | None:
-    """The ids of the whole text, cut where the pieces end; None where a token crosses an end."""
-    if not tokenizer.is_fast:
-        return None
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-    result: list[list[int]] = []
-    place = end = 0
-    for piece in pieces:
-        end += len(piece)
-        first = place
-        while place < len(ids) and offsets[place][1] <= end:
-            place += 1
-        if place < len(ids) and offsets[place][0] < end:
-            return None
-        result.append(ids[first:place])
-    return result
-
-
-def _same_contexts(tokenizer, cut: list[list[int]], pieces: list[str]) -> bool:
-    """Whether the text before each reply, read alone, has the ids it has in the whole."""
-    return all(
-        list(chain(*cut[:count])) == _encode(tokenizer, "".join(pieces[:count]))
-        for count in range(1, len(pieces), 2)
-    )
+    whole = _encode(tokenizer, text.prompt + text.reply)
+    if whole[: len(prompt)] == prompt:
+        return whole[len(prompt) :]
+    alone = _encode(tokenizer, text.reply)
+    if tokenizer.decode(prompt + alone) != tokenizer.decode(whole):
+        raise Refused("boundary-merge")
+    return alone
 
 
 def _reply_length(tokenizer, reply: list[int], stop_ids: tuple[int, ...]) -> int:

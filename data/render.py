@@ -1,0 +1,158 @@
+"""A conversation as the text that the target's own chat template makes of it, turn by turn.
+
+What a turn is comes from rendering, not from markers in the template: the target was asked with the
+text of messages[:i] and the generation prompt, and its reply is what the text of messages[:i+1] has
+behind that. A template may show an older turn differently later on; each turn is rendered as the
+last one, which is how the target read and wrote it. What cannot be told is refused with a reason.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import jinja2
+
+from spectrain.data.conversations import Conversation
+
+# What a template may raise over the messages it is given.
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+# The names under which servers and data sets give the thinking of a message.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+# A generation prompt that opens a block, which the reply goes on with: "…<think>↵".
+_OPENING = re.compile(r"<(\w+)>\s*\Z")
+
+
+class Refused(Exception):
+    """The row is dropped; `reason` is what it is counted under."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+@dataclass(frozen=True)
+class TurnText:
+    """prompt: what the target was asked, generation prompt included; reply: what followed, with
+    what the template puts behind it (end-of-turn token, line break)."""
+
+    prompt: str
+    reply: str
+
+
+def prompt_text(tokenizer, conversation: Conversation) -> str:
+    """What the target is asked to continue.
+
+    Raises Refused: template-rejects, prefix-mismatch, no-generation-prompt, tools-not-rendered.
+    """
+    messages, tools = list(conversation.messages), conversation.tools
+    prompt = _render(tokenizer, messages, tools, generation=True)
+    _require_generation(tokenizer, messages, tools, prompt)
+    if tools and prompt == _render(tokenizer, messages, None, generation=True):
+        raise Refused("tools-not-rendered")
+    return prompt
+
+
+def turn_texts(tokenizer, conversation: Conversation) -> list[TurnText]:
+    """The assistant turns that follow a user turn, each as it was asked for and given.
+
+    Raises Refused: template-rejects, prefix-mismatch, no-generation-prompt, empty-reply,
+    reasoning-not-rendered, text-not-rendered, tools-not-rendered.
+    """
+    messages, tools = list(conversation.messages), conversation.tools
+    first = [message["role"] for message in messages].index("user")
+    texts = []
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant" or place < first:
+            continue
+        before = messages[:place]
+        prompt = _render(tokenizer, before, tools, generation=True)
+        if tools and not texts and prompt == _render(tokenizer, before, None, generation=True):
+            raise Refused("tools-not-rendered")
+        whole = _render(tokenizer, messages[: place + 1], tools)
+        reply = _reply(prompt, whole, message)
+        if not reply.lstrip().startswith((message["content"] or "").strip() or "\0"):
+            _require_generation(tokenizer, before, tools, prompt)
+        texts.append(TurnText(prompt, reply))
+    return texts
+
+
+def _render(tokenizer, messages, tools, generation: bool = False) -> str:
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=generation,
+        )
+    except _TEMPLATE_ERRORS as error:
+        raise Refused("template-rejects") from error
+
+
+def _require_generation(tokenizer, messages, tools, prompt: str) -> None:
+    """A template that knows no generation prompt is fine where the reply follows the prompt
+    directly; else what the target is asked to continue would lack the header of its turn."""
+    if prompt != _render(tokenizer, messages, tools):
+        return
+    word = "reply"
+    whole = _render(tokenizer, [*messages, {"role": "assistant", "content": word}], tools)
+    if not whole.startswith(prompt):
+        raise Refused("prefix-mismatch")
+    if whole[len(prompt) :].partition(word)[0].strip():
+        raise Refused("no-generation-prompt")
+
+
+def _reply(prompt: str, whole: str, message: dict) -> str:
+    """What the target wrote behind `prompt`, where `whole` is the text with `message` as the last;
+    nothing of the message is lost."""
+    content = message["content"] or ""
+    reasoning = next((text for name in _REASONING if (text := message.get(name))), "")
+    calls = message.get("tool_calls") or []
+    if not calls and not reasoning and not content.strip():
+        raise Refused("empty-reply")
+    opened = None if whole.startswith(prompt) else _OPENING.search(prompt)
+    start = len(prompt) if opened is None else opened.start()
+    if not whole.startswith(prompt[:start]):
+        raise Refused("prefix-mismatch")
+    reply = whole[start:]
+    if not _shows(reply, reasoning):
+        raise Refused("reasoning-not-rendered")
+    if not all(_shows(reply, call.get("function", call).get("name", "")) for call in calls):
+        raise Refused("tools-not-rendered")
+    if not _shows(reply, content):
+        reply = _uncut(reply, content)
+    if opened is None:
+        return reply
+    if f"</{opened[1]}>" not in reply:
+        raise Refused("prefix-mismatch")  # an answer without the thinking it was asked for
+    return _behind(opened[0], reply)
+
+
+def _uncut(reply: str, content: str) -> str:
+    """The reply of a template that shows only what follows the thinking in a message's text.
+
+    content  <think>↵2 + 2 …↵</think>↵↵It is 4.
+    reply    It is 4.<end>
+    """
+    closings = re.findall(r"</\w+>", content)
+    if not closings:
+        raise Refused("text-not-rendered")
+    shown = content.rpartition(closings[-1])[2].strip()
+    rest = reply.lstrip()
+    if not shown or not rest.startswith(shown):
+        raise Refused("reasoning-not-rendered")
+    return reply[: len(reply) - len(rest)] + content.rstrip() + rest[len(shown) :]
+
+
+def _behind(opening: str, reply: str) -> str:
+    """`reply` without what the generation prompt has of it already: `opening`, a tag and space."""
+    tag = opening.rstrip()
+    bare = reply.lstrip()
+    if not bare.startswith(tag):
+        return reply
+    return bare.removeprefix(tag).removeprefix(opening[len(tag) :])
+
+
+def _shows(text: str, part: str) -> bool:
+    """Whether `part` is in `text`, whatever the template did to its white space."""
+    return part.strip() in text or "".join(part.split()) in "".join(text.split())
