@@ -71,6 +71,11 @@ class PrepareConfig(Config):
         "keep", description="what to do with replies that were cut off by their length"
     )
     seed: int = Field(0, ge=0, description="of the sampled replies")
+    features: Literal["stored", "none"] = Field(
+        "stored",
+        description="none: tokens and replies alone, a fraction of the disk; the target is then "
+        "asked for its features while a head is trained or measured",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="what the features are stored in"
     )
@@ -208,10 +213,15 @@ def _capture(
     if not todo:
         return facts, 0
     waiting = [row for number in todo for row in shards[number]]
-    width = len(layers) * target.hidden_size
+    hidden = target.hidden_size if config.features == "stored" else 0
     everywhere = config.last_states == "everywhere"
-    size = bytes_needed(waiting, target.hidden_size, width, DTYPES[config.dtype], everywhere)
+    size = bytes_needed(waiting, hidden, len(layers) * hidden, DTYPES[config.dtype], everywhere)
     writer.require_space(size)
+    if config.features == "none":
+        for number in todo:
+            rows = [(row, None) for row in shards[number]]
+            facts[number] = writer.write_shard(number, keys[number], rows)
+        return facts, 0
     check_logits(target, waiting[0])
     tokens = sum(len(row.tokens) for row in waiting)
     with progress(tokens, f"capture, {size / 1e6:,.0f} MB", "tokens") as bar:
@@ -232,6 +242,8 @@ def _capture(
 
 
 def _aux_layers(config: PrepareConfig, target: Target) -> tuple[int, ...]:
+    if config.features == "none":
+        return ()
     layers = target.default_aux_layers() if config.aux_layers is None else config.aux_layers
     valid = all(0 <= layer < target.num_layers for layer in layers)
     if not valid or list(layers) != sorted(set(layers)):
@@ -255,8 +267,8 @@ def _settings(
         "source": source_hash(conversations),
         "aux_layers": list(layers),
     }
-    plain = ("max_length", "heldout", "dtype", "last_states", "length_stopped", "shard_tokens")
-    plain += ("batch_tokens",)
+    plain = ("max_length", "heldout", "dtype", "length_stopped", "shard_tokens")
+    plain += ("features",) if config.features == "none" else ("last_states", "batch_tokens")
     asked = (
         "temperature",
         "heldout_temperatures",
