@@ -66,7 +66,7 @@ def capture(
         read = features.last.shape[1]
         where = predicting(reply)[:, :read]
         predicted = features.last[where.to(target.device)]
-        argmax, logprob, lognorm = _teacher(target, predicted)
+        argmax, logprob, lognorm = teacher(target, predicted)
         last = (features.last if last_everywhere else predicted).to(dtype).cpu()
         aux = None if features.aux is None else features.aux.to(dtype).cpu()
         ends = where.sum(1).cumsum(0).tolist()
@@ -105,17 +105,26 @@ def _padded(rows: list[Row]) -> tuple[Tensor, Tensor]:
     return tokens, reply
 
 
-def _teacher(target: Target, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def choices(target: Target, last: Tensor) -> Tensor:
+    """last [P, H] → the target's own choices int64 [P], on its device."""
+    return torch.cat([logits.max(-1).indices for logits in _logits(target, last)])
+
+
+def teacher(target: Target, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """last [P, H] → argmax int32 [P], its log-probability and the log-normaliser, float32 [P]."""
     chosen, best, norms = [], [], []
-    for part in last.split(LOGIT_ROWS):
-        logits = target.logits(part).float()
+    for logits in _logits(target, last):
         value, index = logits.max(-1)
         norm = logits.logsumexp(-1)
         chosen.append(index.to(torch.int32))
         best.append(value - norm)
         norms.append(norm)
     return tuple(torch.cat(parts).cpu() for parts in (chosen, best, norms))
+
+
+def _logits(target: Target, last: Tensor) -> Iterator[Tensor]:
+    """Float32 logits of rows [P, H], LOGIT_ROWS of them at a time."""
+    return (target.logits(part).float() for part in last.split(LOGIT_ROWS))
 
 
 def _fault(states: States, length: int, read: int) -> str | None:

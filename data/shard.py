@@ -16,6 +16,9 @@ argmax     int32 [P]    the target's own choice for the next token, over the who
 logprob    float32 [P]  log-probability of that choice
 lognorm    float32 [P]  logsumexp of the target's logits
 ========== ============ ==========================================================================
+
+A store of tokens alone has the first three and `predicting`: the target is asked for the rest when
+a batch is made (data/online.py).
 """
 
 from __future__ import annotations
@@ -113,18 +116,17 @@ class States:
     lognorm: Tensor
 
 
-def lay_out(rows: list[tuple[Row, States]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a shard, in the order of `rows` (one or more); features in `dtype`."""
+def lay_out(rows: list[tuple[Row, States | None]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a shard, in the order of `rows` (one or more); features in `dtype`, or none
+    where there are no states."""
+    if rows[0][1] is None:
+        return _laid_out_rows([row for row, _ in rows])
     for row, states in rows:
         expected = int(predicting(row.reply).sum())
         assert len(states.argmax) == expected, "one choice per predicting row"
         assert len(states.last) in (expected, len(row.tokens)), "one state per row that is kept"
         assert states.aux is None or len(states.aux) == len(row.tokens), "one aux state per token"
-    tensors = {
-        "tokens": torch.cat([row.tokens for row, _ in rows]).to(torch.int32),
-        "reply": torch.cat([row.reply for row, _ in rows]).to(torch.int16),
-        "offsets": _offsets([len(row.tokens) for row, _ in rows]),
-        "predicting": _offsets([len(states.argmax) for _, states in rows]),
+    tensors = _laid_out_rows([row for row, _ in rows]) | {
         "last": torch.cat([states.last for _, states in rows]).to(dtype),
         "argmax": torch.cat([states.argmax for _, states in rows]).to(torch.int32),
         "logprob": torch.cat([states.logprob for _, states in rows]).float(),
@@ -178,6 +180,16 @@ def key_of(rows: list[Row]) -> str:
         digest.update(json.dumps(RowInfo.of(row, 0).as_facts()).encode())
         digest.update(row.tokens.numpy().tobytes() + row.reply.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _laid_out_rows(rows: list[Row]) -> dict[str, Tensor]:
+    """What is known of rows before the target has read them."""
+    return {
+        "tokens": torch.cat([row.tokens for row in rows]).to(torch.int32),
+        "reply": torch.cat([row.reply for row in rows]).to(torch.int16),
+        "offsets": _offsets([len(row.tokens) for row in rows]),
+        "predicting": _offsets([int(predicting(row.reply).sum()) for row in rows]),
+    }
 
 
 def _offsets(lengths: list[int]) -> Tensor:

@@ -104,9 +104,28 @@ class FeatureStore:
         """Whether the last state is kept at every position, not before reply tokens alone."""
         return self.manifest["settings"].get("last_states") == "everywhere"
 
+    @property
+    def features(self) -> bool:
+        """Whether batches have features and the target's choices, not tokens and replies alone."""
+        return self.manifest["settings"].get("features", "stored") == "stored"
+
+    @property
+    def rounded(self) -> bool:
+        """Whether what is stored differs from what the target said: kept in a smaller type."""
+        settings = self.manifest["settings"]
+        said = settings["target"].get("dtype", "").removeprefix("torch.")
+        return self.features and settings["dtype"] not in ("float32", said)
+
     def require_features(self, aux_layers: tuple[int, ...], last_everywhere: bool) -> None:
         """Raise SpectrainError unless the store holds what a head reads: the outputs of these
         layers (none: always), and the last state at every position if asked for."""
+        if not self.features:
+            raise SpectrainError(
+                "the store holds tokens alone, no features of the target",
+                where=str(self.path),
+                fix="have them computed in training (online=true, the default here), or prepare "
+                "another --store with --set features=stored",
+            )
         held = list(self.manifest["settings"].get("aux_layers") or ())
         if aux_layers and list(aux_layers) != held:
             raise SpectrainError(
@@ -129,7 +148,10 @@ class FeatureStore:
     def packed(self, bins: list[list[RowInfo]], with_aux: bool = True) -> Batch:
         """One row for each bin: its conversations one behind the other, padded on the right to the
         longest row; features in the store's dtype. Without `with_aux` the auxiliary states, most of
-        the bytes, are not touched."""
+        the bytes, are not touched. A store without features gives tokens and replies."""
+        return self._packed(bins, with_aux, self.features)
+
+    def _packed(self, bins: list[list[RowInfo]], with_aux: bool, with_features: bool) -> Batch:
         assert bins, "a batch needs rows"
         size, longest = len(bins), max(sum(row.length for row in rows) for rows in bins)
         tokens = torch.zeros(size, longest, dtype=torch.int64)
@@ -143,12 +165,14 @@ class FeatureStore:
             own = slice(begin, begin + stop - start)
             said = shard["reply"][start:stop].long()
             where = begin + predicting(said).nonzero().squeeze(1)
+            starts[place, own] = begin
             if begin:  # nobody predicts the first token of a document
                 said[0] = 0
             tokens[place, own] = shard["tokens"][start:stop].long()
             reply[place, own] = torch.where(said > 0, said + reply[place].max(), 0)
+            if not with_features:
+                continue
             argmax[place, where] = shard["argmax"][first:end].long()
-            starts[place, own] = begin
             everywhere = self.last_everywhere
             kept = shard["last"][start:stop] if everywhere else shard["last"][first:end]
             if last is None:
@@ -170,6 +194,8 @@ class FeatureStore:
     def bytes_per_token(self, aux_layers: tuple[int, ...], last_everywhere: bool) -> float:
         """Bytes of features per token of the store that a head with these needs reads: auxiliary
         states of every token, the last state of every one or of those before reply tokens."""
+        if not self.features:
+            return 0.0
         counts = self.manifest["counts"]
         tokens, supervised = (sum(counts[key].values()) for key in ("tokens", "supervised_tokens"))
         state = self.hidden_size * DTYPES[self.manifest["settings"]["dtype"]].itemsize
@@ -179,11 +205,13 @@ class FeatureStore:
     @property
     def hidden_size(self) -> int:
         """H of the target, as stored."""
+        self.require_features((), False)
         return self._shard(0)["last"].shape[-1]
 
     def teacher(self, row: RowInfo) -> tuple[Tensor, Tensor, Tensor]:
         """(argmax int64 [p], its log-probability float32 [p], log-normaliser float32 [p]) of the
         predicting positions of a row, in order of position."""
+        self.require_features((), False)
         shard, _, _, first, end = self._locate(row)
         part = slice(first, end)
         return shard["argmax"][part].long(), shard["logprob"][part], shard["lognorm"][part]

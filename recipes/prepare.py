@@ -152,8 +152,9 @@ def _backend(config: PrepareConfig, target: Target) -> Backend:
         return OwnTarget(target, config.max_new_tokens, config.top_p)
     from spectrain.data.server import Server
 
+    told = config.server.model_dump()
     return Server(
-        **config.server.model_dump(),
+        **told | {"model": told["model"] or config.target},
         max_new_tokens=config.max_new_tokens,
         top_p=config.top_p,
         seed=config.seed,
@@ -301,6 +302,8 @@ def _capture(
 ) -> None:
     """Make this process's shards that are not finished."""
     layers, everywhere = tuple(writer.settings["aux_layers"]), config.keeps_last_everywhere
+    stored = config.features == "stored"
+    hidden = target.hidden_size if stored else 0
     todo, size, tokens = {}, 0, 0
     for number in filter(team.mine, range(spool.shards())):
         rows = spool.rows(number)
@@ -315,7 +318,7 @@ def _capture(
             found,
             sum(row.supervised for row in rows),
             len(rows),
-            target.hidden_size,
+            hidden,
             len(layers),
             writer.dtype,
             everywhere,
@@ -324,6 +327,10 @@ def _capture(
     if not todo:
         return
     writer.require_space(size * team.world)
+    if not stored:
+        for number, key in todo.items():
+            writer.write_shard(number, key, [(row, None) for row in spool.rows(number)])
+        return
     check_logits(target, spool.rows(next(iter(todo)))[0])
     with progress(tokens, f"capture, {size / 1e6:,.0f} MB", "tokens") as bar:
         for number, key in todo.items():
@@ -353,9 +360,9 @@ def _counts(writer: StoreWriter, shards: int, fates: Fates) -> dict:
 
 
 def _aux_layers(config: PrepareConfig, target: Target) -> tuple[int, ...]:
-    layers = target.default_aux_layers() if config.aux_layers is None else config.aux_layers
     if not config.keeps_aux:
         return ()
+    layers = target.default_aux_layers() if config.aux_layers is None else config.aux_layers
     valid = all(0 <= layer < target.num_layers for layer in layers)
     if not valid or list(layers) != sorted(set(layers)):
         raise SpectrainError(
@@ -375,10 +382,15 @@ def _settings(config: PrepareConfig, target: Target, source: str, backend: str |
         "template": hashlib.sha256(rendered).hexdigest()[:16],
         "source": source,
         "aux_layers": list(_aux_layers(config, target)),
-        "last_states": "everywhere" if config.keeps_last_everywhere else "replies",
     }
-    plain = ("max_length", "heldout", "dtype", "length_stopped", "shard_tokens", "batch_tokens")
-    plain += ("loops",)
+    plain = ("max_length", "heldout", "dtype", "length_stopped", "loops", "shard_tokens")
+    if config.features == "none":
+        plain += ("features",)
+    else:
+        plain += ("batch_tokens",)
+        shaped_by["last_states"] = "everywhere" if config.keeps_last_everywhere else "replies"
+        if config.teacher_top_k:
+            plain += ("teacher_top_k",)
     # How replies are drawn matters only where the target is asked for one.
     if backend is not None:
         plain += ("temperature", "heldout_temperatures", "top_p", "max_new_tokens")

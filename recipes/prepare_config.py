@@ -20,7 +20,7 @@ class ServerConfig(Config):
 
     url: str = Field(description="its address, e.g. http://localhost:8000/v1")
     model: str | None = Field(
-        None, description="the target's name there; default: the only one it has"
+        None, description="the target's name there; default: as --target names it"
     )
     concurrency: int = Field(16, ge=1, description="requests under way at the same time")
     retries: int = Field(5, ge=0, description="further tries of a request that failed")
@@ -107,7 +107,8 @@ class PrepareConfig(Config):
     )
     features: Literal["stored", "none"] = Field(
         "stored",
-        description="none: tokens and masks only, training asks the target for its features",
+        description="none: tokens and replies alone, a fraction of the disk; the target is then "
+        "asked for its features while a head is trained or measured",
     )
     shard_tokens: int = Field(16384, ge=1, description="tokens of a shard; the unit of a rerun")
     batch_tokens: int = Field(4096, ge=1, description="padded tokens that the target reads at once")
