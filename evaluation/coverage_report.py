@@ -57,8 +57,7 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def _percent(interval: Mapping[str, Any] | None) -> str:
-    known = interval is not None and interval["value"] is not None
-    return f"{100 * interval['value']:.2f}" if known else "–"
+    return "–" if interval is None else f"{100 * interval['value']:.2f}"
 
 
 def _advice(report: Mapping[str, Any]) -> str:
@@ -87,32 +86,32 @@ def _advice(report: Mapping[str, Any]) -> str:
 def draw(report: Mapping[str, Any]) -> bytes:
     """Coverage by size, held-out and training text side by side, as a PNG."""
     figure = Figure(figsize=(11, 4.5), dpi=150, layout="constrained")
-    both = figure.subplots(1, 2, sharey=True)
     titles = {"heldout": "Held-out replies", "train": "Replies it was chosen by"}
-    for axes, (split, title) in zip(both, titles.items(), strict=True):
+    splits = [split for split in titles if report["counts"][split]["tokens"]]
+    panels = figure.subplots(1, len(splits), sharey=True, squeeze=False)[0]
+    for axes, split in zip(panels, splits, strict=True):
         for number, name in enumerate(SHARES):
-            known = [
-                (row["size"], row[split][name])
-                for row in report["sizes"]
-                if row[split][name] is not None and row[split][name]["value"] is not None
-            ]
+            known = [(row["size"], row[split][name]) for row in report["sizes"] if row[split][name]]
+            if not known:
+                continue
             style = {"color": COLOURS[number], "marker": MARKERS[number], "label": name}
             sizes = [size for size, _ in known]
             axes.plot(sizes, [share["value"] for _, share in known], linewidth=2, **style)
-            banded = [(size, share) for size, share in known if share["low"] is not None]
-            low, high = ([share[end] for _, share in banded] for end in ("low", "high"))
-            axes.fill_between([s for s, _ in banded], low, high, color=COLOURS[number], alpha=0.18)
+            if known[0][1]["low"] is not None:  # every size has as many conversations
+                low, high = ([share[end] for _, share in known] for end in ("low", "high"))
+                axes.fill_between(sizes, low, high, color=COLOURS[number], alpha=0.18)
         axes.set_xscale("log", base=2)
-        axes.set_xticks([row["size"] for row in report["sizes"]], minor=False)
+        axes.set_xticks([row["size"] for row in report["sizes"]])
+        axes.minorticks_off()
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.tick_params(axis="x", labelrotation=45)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_title(title, fontsize=12, loc="left")
+        axes.set_title(titles[split], fontsize=12, loc="left")
         axes.set_xlabel("tokens of the draft vocabulary")
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
-    both[0].set_ylabel("inside the vocabulary")
-    both[0].legend(frameon=False)
+    panels[0].set_ylabel("inside the vocabulary")
+    panels[0].legend(frameon=False)
     figure.suptitle(f"Draft vocabularies for {report['target']}", fontsize=11, color="#333333")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")

@@ -115,28 +115,22 @@ def _measure(
     store: FeatureStore, split: str, target: Target, held: Tensor, config: DraftVocabConfig
 ) -> dict[str, Any]:
     """Counts, and for each of the shares one interval for each size; None where it is unknown."""
-    rows, known = store.rows(split), store.has_features
+    rows = store.rows(split)
     ids = {"tokens": [store.reply_tokens(row) for row in rows]}
-    if known:
+    if store.has_features:
         ids["argmax"] = [store.teacher(row)[0] for row in rows]
-    unknown = [None] * held.shape[1]
-    result: dict[str, Any] = dict.fromkeys(SHARES, unknown)
+    result: dict[str, Any] = dict.fromkeys(SHARES, [None] * held.shape[1])
+    counts = {"conversations": len(rows), "tokens": sum(map(len, ids["tokens"])), "sampled": 0}
     for name, of_rows in ids.items():
-        if rows:
+        total = np.array([[len(own)] for own in of_rows], dtype=float)
+        if total.any():
             inside = torch.stack([held[own].sum(0) for own in of_rows]).double().numpy()
-            total = np.array([[len(own)] for own in of_rows], dtype=float)
             result[name] = shares(inside, total, config.seed)
-    sampled = 0
-    if known and rows and config.sample:
-        inside, total = _mass(store, split, target, held, config)
-        sampled = int(total.sum())
-        result["mass"] = shares(inside, total, config.seed)
-    result["counts"] = {
-        "conversations": len(rows),
-        "tokens": sum(map(len, ids["tokens"])),
-        "sampled": sampled,
-    }
-    return result
+            if name == "argmax" and config.sample:
+                inside, total = _mass(store, split, target, held, config)
+                result["mass"] = shares(inside, total, config.seed)
+                counts["sampled"] = int(total.sum())
+    return result | {"counts": counts}
 
 
 @torch.inference_mode()
@@ -173,8 +167,8 @@ def _recommended(report: dict[str, Any]) -> dict[str, Any] | None:
     target's choices where they are known. None without held-out text."""
     sizes = {row["size"]: row["heldout"] for row in report["sizes"]}
     for name in ("argmax", "tokens"):
-        covered = [of[name] and of[name]["value"] for of in sizes.values()]
+        covered = [of[name] for of in sizes.values()]
         if None not in covered:
-            size = smallest(list(sizes), covered)
+            size = smallest(list(sizes), [share["value"] for share in covered])
             return {"size": size, "by": name, "covered": sizes[size][name]}
     return None
