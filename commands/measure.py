@@ -1,4 +1,4 @@
-"""`spectrain eval-alpha`, `spectrain plan`, `spectrain compare` and `spectrain check`."""
+"""`spectrain draft-vocab`, `eval-alpha`, `plan`, `compare` and `check`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ from spectrain.commands.options import (
     option,
 )
 
+VocabStore, VocabOut = options.store(), options.out("runs/draft-vocab")
+HeldoutStore = option(str, "Store whose held-out rows are used.", metavar="FOLDER")
+Sizes = option(
+    list[str],
+    "Tokens of a draft vocabulary; repeat it or separate by commas.",
+    metavar="NUMBER|all",
+    default="2048, 4096, 8192, 16384, 32000, all",
+)
+Sample = option(int, "Positions looked at in full, of each split.", default="4096")
 EvalStore, EvalOut = options.store(), options.out("runs/eval")
 Head = option(str, "Trained head: OUT/head of train-eagle.", metavar="FOLDER")
 Temperatures = options.temperatures("0, 1")
@@ -41,6 +50,30 @@ CheckLimit = option(int, options.LIMIT, default="20")
 CheckNewTokens = options.max_new_tokens("64")
 CheckRows = option(int, options.ROWS, default="1")
 CheckTemperature = option(float, options.TEMPERATURE, default="0.7")
+
+
+def draft_vocab(
+    ctx: typer.Context,
+    target: Target = None,
+    store: VocabStore = None,
+    heldout_store: HeldoutStore = None,
+    sizes: Sizes = None,
+    sample: Sample = None,
+    out: VocabOut = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Show what draft vocabularies of several sizes would hold.
+
+    \b
+    What is outside is always rejected. Nothing is captured or trained.
+    Example:
+      spectrain draft-vocab --store runs/store --sizes 4096,16384
+    """
+    given = ctx.params | {"sizes": running.split(sizes)}
+    running.run("draft_vocab", "draft-vocab", "DraftVocabConfig", given)
 
 
 def eval_alpha(

@@ -220,10 +220,20 @@ class FeatureStore:
         """How often each token was produced in a reply of the split: int64 [vocab_size]."""
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         for row in self.rows(split):
-            shard, start, stop, _, _ = self._locate(row)
-            supervised = shard["tokens"][start:stop][shard["reply"][start:stop] > 0]
-            counts += torch.bincount(supervised.long(), minlength=vocab_size)
+            counts += torch.bincount(self.reply_tokens(row), minlength=vocab_size)
         return counts
+
+    def argmax_counts(self, split: str, vocab_size: int) -> Tensor:
+        """How often each token is the target's own choice where a reply is predicted, likewise."""
+        counts = torch.zeros(vocab_size, dtype=torch.int64)
+        for row in self.rows(split):
+            counts += torch.bincount(self.teacher(row)[0], minlength=vocab_size)
+        return counts
+
+    def reply_tokens(self, row: RowInfo) -> Tensor:
+        """The tokens of a row that lie in a reply: int64 [n]."""
+        shard, start, stop, _, _ = self._locate(row)
+        return shard["tokens"][start:stop][shard["reply"][start:stop] > 0].long()
 
     def _locate(self, row: RowInfo) -> tuple[dict[str, Tensor], int, int, int, int]:
         """The shard of a row, its range of tokens and its range of predicting positions."""

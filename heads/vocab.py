@@ -19,10 +19,14 @@ DEFAULT_SIZE = 32000
 def choose(size: int | None, target: Any, counts: Tensor) -> Tensor:
     """Ids [D] of the draft vocabulary for a core.target.Target: the `size` most frequent tokens,
     special and stop tokens among them; None: 32000, or all there are."""
-    readout = target.readout
-    always = [*target.tokenizer.all_special_ids, *target.stop_ids]
-    size = size or min(DEFAULT_SIZE, readout.usable)
-    return choose_tokens(counts, size, always, readout.usable)
+    usable = target.readout.usable
+    return choose_tokens(counts, size or min(DEFAULT_SIZE, usable), always_in(target), usable)
+
+
+def always_in(target: Any) -> list[int]:
+    """Tokens of a core.target.Target that every draft vocabulary holds: special and stop tokens."""
+    usable = target.readout.usable
+    return sorted({i for i in (*target.tokenizer.all_special_ids, *target.stop_ids) if i < usable})
 
 
 def choose_tokens(counts: Tensor, size: int, always: list[int], usable: int) -> Tensor:
@@ -37,16 +41,21 @@ def choose_tokens(counts: Tensor, size: int, always: list[int], usable: int) -> 
             f"draft_vocab_size {size} is not between 1 and {usable}",
             fix="choose a size up to the target's vocabulary",
         )
-    pinned = sorted({i for i in always if 0 <= i < usable})
-    if len(pinned) > size:
+    pinned = len({i for i in always if 0 <= i < usable})
+    if pinned > size:
         raise SpectrainError(
-            f"draft_vocab_size {size} has no room for the {len(pinned)} special tokens",
+            f"draft_vocab_size {size} has no room for the {pinned} special tokens",
             fix="choose a larger draft_vocab_size",
         )
+    return by_rank(counts, always, usable)[:size].sort().values
+
+
+def by_rank(counts: Tensor, always: list[int], usable: int) -> Tensor:
+    """All usable ids [usable], those of `always` first, then the most frequent (see
+    `choose_tokens`): the first D of them are the draft vocabulary of that size."""
     score = counts[:usable].to(torch.int64).clone()
-    score[pinned] = torch.iinfo(torch.int64).max
-    order = torch.sort(score, descending=True, stable=True).indices
-    return order[:size].sort().values
+    score[sorted({i for i in always if 0 <= i < usable})] = torch.iinfo(torch.int64).max
+    return torch.sort(score, descending=True, stable=True).indices
 
 
 def maps(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

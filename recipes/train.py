@@ -32,7 +32,15 @@ from spectrain.data.store import FeatureStore
 from spectrain.heads.base import DraftHead
 from spectrain.heads.io import WEIGHTS, find_head, load_head, save_head
 from spectrain.heads.registry import family
-from spectrain.recipes.train_report import HEAD, about_store, about_trunk, make_report, render
+from spectrain.recipes.train_report import (
+    HEAD,
+    about_store,
+    about_trunk,
+    about_vocabulary,
+    make_report,
+    render,
+    vocabulary_line,
+)
 from spectrain.trainer.changes import digests, require_changes
 from spectrain.trainer.checkpoint import FOLDER, require_same
 from spectrain.trainer.launch import start_all
@@ -121,6 +129,9 @@ def run(config: TrainConfig) -> dict[str, Any]:
         head: DraftHead | JointHead = _head(kind, options, settings, target, store)
         if config.put_back and not head.native:
             head.put_back(resolve(config.target), config.put_back)  # tells why it cannot
+        vocabulary = about_vocabulary(store, head)
+        if main and vocabulary["vocabulary"]:  # now, not after hours of work
+            print(vocabulary_line(vocabulary["vocabulary"]), file=sys.stderr)
         if settings.trunk.trained:
             quality = [heldout_loss(target, store, accelerator)]
             head = JointHead(head, target, settings.trunk)
@@ -144,7 +155,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         accelerator.wait_for_everyone()  # the metrics are complete
         report = make_report(settings, state, store, accelerator, head.weights(1.0))
         trained = [value for value in head.parameters() if value.requires_grad]
-        report["trained_parameters"] = sum(value.numel() for value in trained)
+        report |= {"trained_parameters": sum(value.numel() for value in trained), **vocabulary}
         if settings.trunk.trained:
             quality.append(heldout_loss(target, store, accelerator))
             report |= about_trunk(settings, quality)

@@ -6,10 +6,12 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import Accelerator
 
 from spectrain.core.environment import describe, peak_rss_mb
-from spectrain.data.store import FeatureStore
+from spectrain.data.store import SPLITS, FeatureStore
+from spectrain.heads.base import DraftHead
 from spectrain.trainer.loop import State
 from spectrain.trainer.metrics import acceptance, read_metrics
 from spectrain.trainer.quality import Loss, change
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from spectrain.recipes.train import TrainConfig
 
 HEAD = "head"
+ENOUGH = 0.95  # coverage of held-out text below which a draft vocabulary is worth a remark
 FINAL_SHARE = 0.1  # the report's loss and acceptance are means over this last part of the run
 
 
@@ -75,6 +78,41 @@ def about_store(store: FeatureStore) -> dict[str, Any]:
     return {"store_path": str(store.path), "heldout_rows": len(store.rows("heldout"))}
 
 
+def about_vocabulary(store: FeatureStore, head: DraftHead) -> dict[str, Any]:
+    """What part of the target's own first choices a reduced draft vocabulary holds (of the reply
+    tokens, where the store has no choices), by split; None where nothing is left out."""
+    if head.config.draft_vocab_size >= head.readout.usable:
+        return {"vocabulary": None}
+    total = head.config.vocab_size
+    counts = store.argmax_counts if store.features else store.token_counts
+    every = head.guessable(torch.arange(total, device=head.readout.weight.device)).cpu()
+    found: dict[str, Any] = {
+        "size": head.config.draft_vocab_size,
+        "of": head.readout.usable,
+        "by": "target's choices" if store.features else "reply tokens",
+    }
+    for split in SPLITS:
+        of_split = counts(split, total)
+        found[split] = int(of_split[every].sum()) / int(of_split.sum()) if of_split.any() else None
+    return {"vocabulary": found}
+
+
+def vocabulary_line(found: dict[str, Any]) -> str:
+    """One line; what is outside is rejected, so little of it should be."""
+    shares = [
+        f"{found[split]:.1%} of the {name} {found['by']}"
+        for split, name in zip(SPLITS, ("training", "held-out"), strict=True)
+        if found[split] is not None
+    ]
+    line = f"draft vocabulary of {found['size']:,} of {found['of']:,} tokens: {', '.join(shares)}"
+    if found["heldout"] is not None and found["heldout"] < ENOUGH:
+        line += (
+            f"; note: less than {ENOUGH:.0%} of the held-out ones, the rest is always rejected: "
+            "`spectrain draft-vocab` shows what other sizes hold"
+        )
+    return line
+
+
 def about_trunk(settings: TrainConfig, quality: list[Loss]) -> dict[str, Any]:
     """What a report says of a target that was trained along; quality: before and after."""
     folder = ADAPTER if settings.trunk.mode == "lora" else TARGET
@@ -101,6 +139,8 @@ def render(report: dict[str, Any]) -> str:
         f"last tenth of the run, on training data: loss {loss}, greedy acceptance by "
         f"position {accepted}",
     ]
+    if report.get("vocabulary"):
+        lines.append(vocabulary_line(report["vocabulary"]))
     if "tuned_target" in report:
         quality, own = report["quality"], f"--target {report['tuned_target']}"
         shown = ["–" if v is None else f"{v:.3f}" for k, v in quality.items() if "perplex" in k]

@@ -21,6 +21,7 @@ from spectrain.trainer.settings import DEFAULT_EPOCHS
 TRAIN = ("train", "train", "TrainConfig")
 RECIPES = {
     "prepare": ("prepare", "prepare", "PrepareConfig"),
+    "draft-vocab": ("draft_vocab", "draft-vocab", "DraftVocabConfig"),
     **dict.fromkeys(("train-eagle", "train-medusa", "train-mtp", "train-draft"), TRAIN),
     "compare": ("compare", "compare", "CompareConfig"),
     "eval-alpha": ("evaluate", "eval", "EvalConfig"),
@@ -33,6 +34,7 @@ CHOICES = {"version", "stage", "kind"}  # they choose the family (commands/train
 NOT_SETTINGS = {"config", "set_", "json", "help"} | CHOICES
 # What a command cannot do without; it has no default.
 REQUIRED = {
+    "draft-vocab": {"store": "store"},
     "eval-alpha": {"store": "store", "head": "head"},
     "plan": {"store": "store", "head": "head"},
     "generate": {"prompt": "text"},
