@@ -17,7 +17,15 @@ from spectrain.commands.options import (
 )
 from spectrain.core.failures import one_line_errors
 
-Prompts = options.prompts("the shipped prompts")
+Prompts = options.option(
+    list[str],
+    "JSONL file, one conversation a line; repeat it, or name parquet files or datasets.",
+    metavar="FILE",
+    default="the shipped prompts",
+)
+Family = options.option(str, "Keep only what heads of this family read.", metavar="NAME")
+Server = options.option(str, "Let an OpenAI-compatible server answer.", metavar="URL")
+DryRun = options.option(bool, "Only say what it would take.", "--dry-run")
 Store = options.store("runs/store")
 Temperatures = options.temperatures("0.7")
 MaxNewTokens = options.max_new_tokens("256")
@@ -34,6 +42,9 @@ def prepare(
     max_new_tokens: MaxNewTokens = None,
     heldout: Heldout = None,
     limit: Limit = None,
+    family: Family = None,
+    server: Server = None,
+    dry_run: DryRun = None,
     on_bad_row: OnBadRow = None,
     overwrite: Overwrite = None,
     seed: Seed = None,
@@ -44,10 +55,11 @@ def prepare(
     """Let the target answer the prompts and store its features.
 
     \b
-    Example:
+    Examples:
       spectrain prepare --prompts prompts.jsonl --store runs/store --limit 50
+      spectrain prepare --prompts chats.jsonl --family eagle3 --dry-run
     """
-    given = ctx.params | {"temperature": running.split(temperature)}
+    given = ctx.params | {"temperature": running.split(temperature), "prompts": prompts or None}
     running.run("prepare", "prepare", "PrepareConfig", given)
 
 

@@ -1,4 +1,4 @@
-"""From sources into the spool: every row checked, each conversation once, what is dropped counted."""
+"""From sources into the spool: rows checked, each conversation once, what is dropped counted."""
 
 from __future__ import annotations
 

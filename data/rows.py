@@ -123,7 +123,7 @@ def rows_of(
             kept.append(row)
     for reason in refused:
         fates.drop(reason, place)
-    return sorted(kept, key=lambda row: (row.id, -1 if row.temperature is None else row.temperature))
+    return sorted(kept, key=lambda row: (row.id, row.temperature or 0))
 
 
 def count_rows(counts: dict, kept: Iterable[dict]) -> None:
@@ -156,9 +156,7 @@ def _message(reply: Reply) -> dict:
 
 
 def _text_rows(target, conversation, split, rules) -> tuple[list[Row], list[str]]:
-    return text_row(
-        target.tokenizer, conversation, split=split, max_length=rules.max_length
-    )
+    return text_row(target.tokenizer, conversation, split=split, max_length=rules.max_length)
 
 
 def _given(target, conversation, split, rules) -> tuple[list[Row], list[str]]:

@@ -37,7 +37,7 @@ from spectrain.data.rows import (
     rows_of,
     source_hash,
 )
-from spectrain.data.shard import Cutter, Row, bytes_needed, key_of
+from spectrain.data.shard import Cutter, bytes_needed, key_of
 from spectrain.data.spool import Spool
 from spectrain.data.tokenise import rendering, require_template
 from spectrain.data.writer import REPLIES, StoreWriter, only_process
@@ -218,9 +218,7 @@ def _answer(
         folder.prune(keys)
 
 
-def _require_room(
-    config: PrepareConfig, target: Target, writer: StoreWriter, spool: Spool
-) -> None:
+def _require_room(config: PrepareConfig, target: Target, writer: StoreWriter, spool: Spool) -> None:
     """Before hours of answering: the prompts alone have to fit on the disk; a store that might not
     fit is told of."""
     replies, prompts = spool.asked(), spool.prompt_tokens()

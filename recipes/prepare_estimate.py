@@ -20,7 +20,8 @@ from spectrain.core.target import Target
 from spectrain.data.fates import Fates
 from spectrain.data.questions import Backend
 from spectrain.data.reading import read_into
-from spectrain.data.rows import RowRules, ask_round, rows_of
+from spectrain.data.replies import plan_units
+from spectrain.data.rows import RowRules, ask_round, questions_of, rows_of
 from spectrain.data.shard import DTYPES, bytes_needed
 from spectrain.data.spool import Spool
 from spectrain.generator.answering import OwnTarget
@@ -66,7 +67,8 @@ def estimate(
         reading = _reading_rate(target, spool, layers)
         answering = None
         if replies and config.server is None:
-            answering = _answering_rate(OwnTarget(target, _PROBE_REPLY, config.top_p), spool, config)
+            backend = OwnTarget(target, _PROBE_REPLY, config.top_p)
+            answering = _answering_rate(backend, spool, config)
         used = len(spool)
     most = given + asked
     size = 0 if config.features == "none" else _bytes(config, target, layers, most)
@@ -131,9 +133,6 @@ def _reading_rate(target: Target, spool: Spool, layers: tuple[int, ...]) -> floa
 
 def _answering_rate(backend: Backend, spool: Spool, config: PrepareConfig) -> float:
     """Tokens per second over all replies of one unit, their prompts from the middle by length."""
-    from spectrain.data.replies import plan_units
-    from spectrain.data.rows import questions_of
-
     middle = max(0, spool.asked() // 2 - config.reply_batch // 2)
     questions = islice(questions_of(spool), middle, middle + config.reply_batch)
     unit = next(plan_units(questions, config.reply_batch, backend.identity, config.seed))
@@ -163,9 +162,7 @@ def _lines(report: dict, config: PrepareConfig) -> Iterator[str]:
     yield f"dropped so far: {dropped or 'nothing'}"
     yield f"{'':<22}{'rows':>10}{'tokens':>14}{'supervised':>14}"
     for name, extent in (("replies given", given), ("with replies, at most", most)):
-        yield (
-            f"{name:<22}{extent['rows']:>10,}{extent['tokens']:>14,}{extent['supervised']:>14,}"
-        )
+        yield (f"{name:<22}{extent['rows']:>10,}{extent['tokens']:>14,}{extent['supervised']:>14,}")
     if report["replies"]:
         tokens = report["replies"] * config.max_new_tokens
         line = f"answer: {report['replies']:,} replies, at most {tokens:,} tokens"

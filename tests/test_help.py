@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from spectrain import cli
 from spectrain.commands.running import split
 from spectrain.core.config import load_config
+from spectrain.data.sources import Source
 from spectrain.recipes import drafting, evaluate, plan, prepare, train
 from spectrain.trainer.settings import DEFAULT_EPOCHS
 
@@ -41,7 +42,10 @@ REQUIRED = {
 }
 # Defaults that are no value of the flag, as a person reads them.
 IN_WORDS = {
-    ("prepare", "prompts"): (prepare.SHIPPED_PROMPTS, "the shipped prompts"),
+    ("prepare", "prompts"): (
+        (Source(path=str(prepare.SHIPPED_PROMPTS)),),
+        "the shipped prompts",
+    ),
     ("prepare", "limit"): (None, "all"),
     ("generate", "limit"): (None, "all"),
     ("compare", "families"): (None, "all"),

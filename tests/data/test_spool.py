@@ -61,7 +61,7 @@ def test_choice_by_source_and_by_limit(tmp_path):
                 expected = [name for name, _ in by_id][:limit]
             else:
                 parts = [[name for name, s in by_id if s == i][:q] for i, q in enumerate(quotas)]
-                expected = sorted(sum(parts, []))
+                expected = sorted(name for part in parts for name in part)
             assert [c.id for c in content(spool)] == expected
             assert len(spool) == len(expected)
 
@@ -119,10 +119,10 @@ def test_rows_come_back_as_they_were(tmp_path):
 
 def test_a_full_disk_is_one_line(tmp_path):
     """SQLite's own limit of pages stands for the disk's."""
-    with Spool(tmp_path) as spool, pytest.raises(RunFailed, match="disk full"), spool.writing():
+    with Spool(tmp_path) as spool:
         spool._base.execute("PRAGMA max_page_count = 30")
-        for number in range(2000):
-            spool.add(talk(number), 0, "")
+        with pytest.raises(RunFailed, match="disk full"):
+            fill(spool, [(talk(number), 0) for number in range(2000)])
 
 
 def test_other_errors_of_the_database_are_ours(tmp_path):
