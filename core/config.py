@@ -237,6 +237,8 @@ def _source(location: list[str], origin: Mapping[str, str]) -> str:
 def _fields_at(model: type[BaseModel], location: list[str]) -> list[str]:
     """Field names of the model nested at `location`."""
     for part in location:
+        if part.isdigit():  # a place in a list of models
+            continue
         field = model.model_fields.get(part)
         inner = _nested_model(field.annotation) if field else None
         if inner is None:

@@ -1,4 +1,17 @@
-"""One row of a source, in any of the shapes people have, checked and brought into one."""
+"""One row of a source, in any of the shapes people have, checked and brought into one.
+
+    messages, conversations or conversation     a list of messages, see data/messages.py
+    prompt, question or instruction             a text or a list of messages; a text under "input"
+                                                follows after an empty line, or is all there is
+      with response, completion, answer         its reply, a text or a list of messages; without one
+      or output                                 the row is a conversation to answer
+    text                                        a plain text
+
+The first of these that a row has is read. Beside messages and prompts there may be "system" or
+"system_prompt" (a text that goes before the messages), "tools" (a list), "domain", "temperature"
+and "finish_reason" (of the last reply). A list may be a JSON string of one. None is as good as
+absent.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +19,44 @@ import json
 import math
 from typing import Any
 
+from spectrain.data.messages import list_of, parse_message
 
-def parse(row: bytes | dict, texts: bool) -> dict:
-    """A row whose every part has the type it should have, with either "messages" or (if `texts`)
-    "text"; ValueError says what is wrong."""
+_CHATS = ("messages", "conversations", "conversation")
+_PROMPTS = ("prompt", "question", "instruction")
+_REPLIES = ("response", "completion", "answer", "output")
+_SYSTEMS = ("system", "system_prompt")
+_NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
+
+
+def parse(row: bytes | dict, texts: bool) -> dict[str, Any]:
+    """{"messages", "tools", "domain", "temperature", "finish_reason"}, what was not given None; or,
+    if `texts`, {"text", "domain"}.
+
+    row: a line of JSON, or a row as the datasets library gives it. There every record has the keys
+    of all records, so that None is dropped at any depth; in a line it is only at the row's and the
+    messages' own keys, for elsewhere it may be meant.
+
+    Raises ValueError that says in one clause what is wrong.
+    """
+    row = _decoded(row) if isinstance(row, bytes) else _without_none(row)
+    if isinstance(row, dict):
+        row = {key: value for key, value in row.items() if value is not None}
+        given = _given_messages(row)
+    if not isinstance(row, dict) or (given is None and "text" not in row):
+        raise ValueError(_expected(row, texts))
+    parsed = _plain_text(row, texts) if given is None else _conversation(row, given)
+    _require_json(parsed)
+    return parsed
+
+
+def canonical(value: Any) -> str:
+    """The one JSON text of a value; equal values have equal texts."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def _decoded(line: bytes) -> Any:
     try:
-        if isinstance(row, bytes):
-            row = json.loads(row.decode("utf-8-sig"))
-        canonical(row).encode()  # fails on halves of surrogate pairs, which no tokenizer takes
+        return json.loads(line.decode("utf-8-sig"))
     except UnicodeError:
         raise ValueError("not UTF-8 text") from None
     except RecursionError:
@@ -21,54 +64,134 @@ def parse(row: bytes | dict, texts: bool) -> dict:
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")  # some of its messages end with it
         raise ValueError(f"not valid JSON ({what} at column {error.colno})") from None
-    if isinstance(row, dict) and row.get("messages") is None and "text" in row:
-        return _parse_text(row, texts)
-    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
-        expected = '{"messages": [{"role", "content"}, …]}' + ' or {"text": …}' * texts
-        raise ValueError(f"not a conversation: expected {expected}")
-    row.pop("text", None)
-    if not row["messages"]:
-        raise ValueError("the conversation has no messages")
-    for number, message in enumerate(row["messages"]):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {number} has no role")
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise ValueError(f"message {number} ({message['role']}) has no text as content")
-    row["tools"] = _tools(row.get("tools"))
-    _require_type(row, "domain", str)
-    _require_type(row, "finish_reason", str)
-    _require_type(row, "temperature", (int, float))
-    if row.get("temperature") is not None and not 0 <= row["temperature"] < math.inf:
-        raise ValueError(f"temperature {row['temperature']} is not a number from 0 upwards")
-    return row
+    except ValueError:
+        raise ValueError("not valid JSON (a number of too many digits)") from None
 
 
-def _parse_text(row: dict, welcome: bool) -> dict:
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _require_json(parsed: dict) -> None:
+    """What is hashed and rendered must be JSON, and text that a tokenizer takes."""
+    try:
+        canonical(parsed).encode()
+    except UnicodeError:  # halves of surrogate pairs
+        raise ValueError("not UTF-8 text") from None
+    except RecursionError:
+        raise ValueError("not valid JSON (nested too deeply)") from None
+    except TypeError as error:
+        raise ValueError(f"holds a value that is not JSON ({error})") from None
+
+
+def _expected(row: Any, texts: bool) -> str:
+    shapes = ['{"messages": [{"role", "content"}, …]}', '{"conversations": […]}']
+    shapes += ['{"prompt": …, "response": …}'] + ['{"text": …}'] * texts
+    wanted = f"expected {', '.join(shapes[:-1])} or {shapes[-1]}"
+    keys = ", ".join(map(str, row)) if isinstance(row, dict) else ""
+    return f"not a conversation: {wanted}" + f" (its keys: {keys:.200})" * bool(keys)
+
+
+def _plain_text(row: dict, welcome: bool) -> dict[str, Any]:
     if not welcome:
         raise ValueError('a plain text has nothing to answer: expected {"messages": […]}')
     if not isinstance(row["text"], str):
         raise ValueError(f"text is not a text ({row['text']!r:.40})")
-    _require_type(row, "domain", str)
-    return row
+    return {"text": row["text"], "domain": _fact(row, "domain", str)}
 
 
-def _tools(tools: Any) -> list | None:
-    if isinstance(tools, str):
+def _conversation(row: dict, given: list) -> dict[str, Any]:
+    for key in _NOT_TEXT:
+        if row.get(key):
+            raise ValueError(f"the row comes with {key}, and only text is read")
+    if not given:
+        raise ValueError("the conversation has no messages")
+    messages = [parse_message(number, message) for number, message in enumerate(given)]
+    temperature = _fact(row, "temperature", (int, float))
+    if temperature is not None and not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature {temperature} is not a number from 0 upwards")
+    return {
+        "messages": _with_system(row, messages),
+        "tools": _tools(row),
+        "domain": _fact(row, "domain", str),
+        "temperature": temperature,
+        "finish_reason": _fact(row, "finish_reason", str),
+    }
+
+
+# ── where the messages are ───────────────────────────────────────────────────
+
+
+def _given_messages(row: dict) -> list | None:
+    """The messages as they are given, None where the row has neither these nor a prompt."""
+    for key in _CHATS:
+        if key in row:
+            return list_of(row[key], key)
+    prompt, reply = _only(row, _PROMPTS), _only(row, _REPLIES)
+    more = row.get("input", "") if prompt else ""
+    if prompt is None:
+        if "input" not in row:
+            return None
+        prompt = "input"
+    messages = _turns(row[prompt], "user", prompt)
+    if more:
+        if not isinstance(row[prompt], str) or not isinstance(more, str):
+            raise ValueError(f"{prompt} and input are not both texts")
+        messages[0]["content"] += f"\n\n{more}"
+    return messages + (_turns(row[reply], "assistant", reply) if reply else [])
+
+
+def _turns(value: Any, role: str, name: str) -> list:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, (list, dict)):
+        raise ValueError(f"{name} is neither a text nor a list of messages")
+    return value if isinstance(value, list) else [value]
+
+
+def _only(row: dict, names: tuple[str, ...]) -> str | None:
+    """The one of these names that the row has."""
+    found = [name for name in names if name in row]
+    if len(found) > 1:
+        raise ValueError(f"the row has both {found[0]} and {found[1]}, which mean the same")
+    return found[0] if found else None
+
+
+def _with_system(row: dict, messages: list[dict]) -> list[dict]:
+    name = _only(row, _SYSTEMS)
+    system = _fact(row, name, str) if name else None
+    if not system:
+        return messages
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if messages[0]["content"] != system:
+        raise ValueError(f"{name} and the system message differ")
+    return messages
+
+
+# ── facts beside them ────────────────────────────────────────────────────────
+
+
+def _tools(row: dict) -> list | None:
+    tools = list_of(row.get("tools") or [], "tools")
+    return [_tool(tool) for tool in tools] or None
+
+
+def _tool(tool: Any) -> dict:
+    if isinstance(tool, str):
         try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError:
-            raise ValueError("tools is a string that is not JSON") from None
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError("tools is not a list")
-    return tools or None
+            tool = json.loads(tool)
+        except (ValueError, RecursionError):
+            raise ValueError("tools holds a string that is not JSON") from None
+    if not isinstance(tool, dict):
+        raise ValueError("tools holds something that is not an object")
+    return tool
 
 
-def _require_type(row: dict, key: str, kind: type | tuple[type, ...]) -> None:
+def _fact(row: dict, key: str, kind: type | tuple[type, ...]) -> Any:
     value = row.get(key)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        raise ValueError(f"{key} has the wrong type ({value!r})")
-
-
-def canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        raise ValueError(f"{key} has the wrong type ({value!r:.40})")
+    return value

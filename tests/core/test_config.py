@@ -129,3 +129,11 @@ def test_config_is_frozen_and_described():
 
         class Bad(Config):
             silent: int = 0
+
+
+def test_unknown_key_in_a_list_of_models_has_the_names_of_the_model():
+    class Several(Config):
+        optimizers: tuple[Optimizer, ...] = Field((), description="Some.")
+
+    with pytest.raises(SpectrainError, match=r"'optimizers\.1\.lrr', did you mean 'lr'\?.*name"):
+        load_config(Several, "train", overrides=["optimizers=[{lr: 1}, {lrr: 1}]"])

@@ -150,7 +150,7 @@ def test_plain_texts_where_they_are_welcome(jsonl):
     ("line", "message"),
     [
         ({"text": 7}, "text is not a text \\(7\\)"),
-        ({"text": None}, "text is not a text"),
+        ({"text": None}, "not a conversation: expected"),
         ({"text": "x", "domain": 1}, "domain has the wrong type"),
         ({"texts": "x"}, 'expected {"messages": .* or {"text": …}'),
         ({"messages": [], "text": "x"}, "has no messages"),
