@@ -8,8 +8,11 @@ last one, which is how the target read and wrote it. What cannot be told is refu
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jinja2
 
@@ -78,15 +81,58 @@ def turn_texts(tokenizer, conversation: Conversation) -> list[TurnText]:
 
 
 def _render(tokenizer, messages, tools, generation: bool = False) -> str:
-    try:
-        return tokenizer.apply_chat_template(
-            messages,
-            tools=list(tools) if tools else None,
-            tokenize=False,
-            add_generation_prompt=generation,
-        )
-    except _TEMPLATE_ERRORS as error:
-        raise Refused("template-rejects") from error
+    failure: Exception | None = None
+    for form in _forms(messages):
+        try:
+            text = tokenizer.apply_chat_template(
+                form,
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=generation,
+            )
+        except _TEMPLATE_ERRORS as error:
+            failure = failure or error
+            continue
+        if not any(call and str(call) in text for call in _arguments(form)):
+            return text
+    raise Refused("template-rejects") from failure
+
+
+def _forms(messages: list[dict]) -> list[list[dict]]:
+    """Some templates take the arguments of tool calls as a mapping, some as JSON text, whatever
+    the source has; one that wants text may print a mapping as Python does."""
+    if not any(message.get("tool_calls") for message in messages):
+        return [messages]
+    return [_with_arguments(messages, json.loads, str), _with_arguments(messages, json.dumps, dict)]
+
+
+def _with_arguments(messages: list[dict], change: Callable, kind: type) -> list[dict]:
+    """The messages, where arguments of tool calls that are of this kind are changed."""
+
+    def changed(value: Any) -> Any:
+        try:
+            return change(value) if isinstance(value, kind) else value
+        except ValueError:  # text that is no JSON
+            return value
+
+    def call_of(call: dict) -> dict:
+        if "function" in call:
+            return call | {"function": call_of(call["function"])}
+        return call | {"arguments": changed(call.get("arguments"))}
+
+    return [
+        message | {"tool_calls": [call_of(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _arguments(messages: list[dict]) -> list[dict]:
+    """Those of tool calls that are mappings."""
+    calls = [call for message in messages for call in message.get("tool_calls") or []]
+    found = [call.get("function", call).get("arguments") for call in calls]
+    return [arguments for arguments in found if isinstance(arguments, dict)]
 
 
 def _require_generation(tokenizer, messages, tools, prompt: str) -> None:

@@ -22,6 +22,7 @@ import torch
 from spectrain.core.batch import counted
 from spectrain.core.errors import SpectrainError
 from spectrain.data.conversations import Conversation
+from spectrain.data.encode import Reader, encode
 from spectrain.data.render import Refused, TurnText, prompt_text, turn_texts
 from spectrain.data.shard import Row
 
@@ -66,7 +67,7 @@ def prompt_ids(tokenizer, conversation: Conversation, longest: int) -> list[int]
     Raises Refused: template-rejects, prefix-mismatch, no-generation-prompt, tools-not-rendered,
     empty-prompt, too-long-prompt.
     """
-    ids = _encode(tokenizer, prompt_text(tokenizer, conversation))
+    ids = encode(tokenizer, prompt_text(tokenizer, conversation))
     if not ids:
         raise Refused("empty-prompt")
     if len(ids) > longest:
@@ -165,12 +166,10 @@ def _stretches(
 
 def _row(name, conversation, ids, mask, split, temperature, finish, max_length: int) -> Row:
     """Cut at `max_length` and checked: an anchor must be left, else there is nothing to learn."""
-    whole = torch.tensor(mask, dtype=torch.int16)
-    reply = whole[:max_length].clone()
-    if not counted(whole, 0).any():
-        raise Refused("reply-too-short")
+    reply = torch.tensor(mask[:max_length], dtype=torch.int16)
     if not counted(reply, 0).any():
-        raise Refused("truncated-away")
+        short = not counted(torch.tensor(mask), 0).any()
+        raise Refused("reply-too-short" if short else "truncated-away")
     return Row(
         id=name,
         split=split,
@@ -186,15 +185,10 @@ def _row(name, conversation, ids, mask, split, temperature, finish, max_length: 
 # ── ids ──────────────────────────────────────────────────────────────────────
 
 
-def _encode(tokenizer, text: str) -> list[int]:
-    # The template wrote the special tokens; the tokenizer must not add them a second time.
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
 def _with_special_tokens(tokenizer, text: str) -> list[int]:
     """Ids of a text with what the tokenizer puts around one, each once: a text that brings its own
     beginning or end keeps that."""
-    bare = _encode(tokenizer, text)
+    bare = encode(tokenizer, text)
     whole = tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
@@ -210,11 +204,12 @@ def _with_special_tokens(tokenizer, text: str) -> list[int]:
 def _given_turns(tokenizer, stop_ids: tuple[int, ...], conversation: Conversation) -> list[Turn]:
     """The given replies as the target read and wrote them."""
     turns = []
+    reader = Reader(tokenizer)
     for text in turn_texts(tokenizer, conversation):
-        prompt = _encode(tokenizer, text.prompt)
+        prompt = reader.ids(text.prompt)
         if not prompt:
             raise Refused("empty-prompt")
-        reply = _reply_ids(tokenizer, text, prompt)
+        reply = _reply_ids(reader, text, prompt)
         turns.append(Turn(prompt, reply[: _reply_length(tokenizer, reply, stop_ids)], None))
     last = turns.pop()
     # Of a reply that was cut off by its length, the template's end-of-turn token is not the
@@ -223,17 +218,17 @@ def _given_turns(tokenizer, stop_ids: tuple[int, ...], conversation: Conversatio
     return [*turns, Turn(last.prompt, reply, conversation.finish)]
 
 
-def _reply_ids(tokenizer, text: TurnText, prompt: list[int]) -> list[int]:
+def _reply_ids(reader: Reader, text: TurnText, prompt: list[int]) -> list[int]:
     """Ids of a reply as the target would write them, having read `prompt`.
 
     Most tokenizers keep the two apart by themselves. Some merge characters across the boundary,
     which the target cannot: then the reply is read alone, if that says the same.
     """
-    whole = _encode(tokenizer, text.prompt + text.reply)
+    whole = reader.ids(text.prompt + text.reply)
     if whole[: len(prompt)] == prompt:
         return whole[len(prompt) :]
-    alone = _encode(tokenizer, text.reply)
-    if tokenizer.decode(prompt + alone) != tokenizer.decode(whole):
+    alone = encode(reader.tokenizer, text.reply)
+    if reader.tokenizer.decode(prompt + alone) != reader.tokenizer.decode(whole):
         raise Refused("boundary-merge")
     return alone
 
