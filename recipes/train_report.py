@@ -99,15 +99,15 @@ def about_vocabulary(store: FeatureStore, head: DraftHead) -> dict[str, Any]:
 
 def vocabulary_line(found: dict[str, Any]) -> str:
     """One line; what is outside is rejected, so little of it should be."""
-    shares = [
-        f"{found[split]:.1%} of the {name} {found['by']}"
-        for split, name in zip(SPLITS, ("training", "held-out"), strict=True)
-        if found[split] is not None
-    ]
-    line = f"draft vocabulary of {found['size']:,} of {found['of']:,} tokens: {', '.join(shares)}"
+    line = (
+        f"draft vocabulary of {found['size']:,} of {found['of']:,} tokens: "
+        f"{found['train']:.1%} of the {found['by']} on training rows"
+    )
+    if found["heldout"] is not None:
+        line += f", {found['heldout']:.1%} on held-out rows"
     if found["heldout"] is not None and found["heldout"] < ENOUGH:
         line += (
-            f"; note: less than {ENOUGH:.0%} of the held-out ones, the rest is always rejected: "
+            f"; note: below {ENOUGH:.0%} on held-out rows, and what is outside is always rejected; "
             "`spectrain draft-vocab` shows what other sizes hold"
         )
     return line
