@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -24,10 +26,12 @@ from torch import Tensor
 from spectrain.core.batch import Batch, predicting
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import read_json, sha256_file
-from spectrain.data.shard import DTYPES, RowInfo
+from spectrain.data.int8 import WIDE, from_int8
+from spectrain.data.shard import DTYPES, RowInfo, state_bytes
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+SHARED = ("split", "domain", "finish")
 SPLITS = ("train", "heldout")
 REBUILD = "prepare it again with --overwrite"
 MEND = "run the same `spectrain prepare` again, it makes the damaged part anew"
@@ -47,14 +51,14 @@ def fingerprint_of(settings: dict) -> str:
 class FeatureStore:
     """A complete store. `manifest` is its dict; `path` its folder."""
 
-    def __init__(self, path: Path, manifest: dict, facts: list[list[dict]]) -> None:
+    def __init__(self, path: Path, manifest: dict, facts: Iterable[list[dict]]) -> None:
         self.path, self.manifest = path, manifest
         self._rows: list[RowInfo] = []
         self._first: list[int] = []  # index of the first row of each shard
         for shard in facts:
             self._first.append(len(self._rows))
             for record in shard:
-                self._rows.append(RowInfo(**record, index=len(self._rows)))
+                self._rows.append(_row(record, len(self._rows)))
         self._mapped: dict[int, dict[str, Tensor]] = {}
 
     @classmethod
@@ -75,7 +79,7 @@ class FeatureStore:
                 where=str(path),
                 fix="run the same `spectrain prepare` again, it goes on where it was",
             )
-        facts = [_read_facts(path, shard) for shard in manifest["shards"]]
+        facts = (_read_facts(path, shard) for shard in manifest["shards"])
         store = cls(path, manifest, facts)
         if verify:
             for number in range(len(manifest["shards"])):
@@ -128,38 +132,43 @@ class FeatureStore:
 
     def packed(self, bins: list[list[RowInfo]], with_aux: bool = True) -> Batch:
         """One row for each bin: its conversations one behind the other, padded on the right to the
-        longest row; features in the store's dtype. Without `with_aux` the auxiliary states, most of
-        the bytes, are not touched."""
+        longest row; features in the store's dtype, those of an int8 store in bfloat16. Without
+        `with_aux` the auxiliary states, most of the bytes, are not touched."""
         assert bins, "a batch needs rows"
         size, longest = len(bins), max(sum(row.length for row in rows) for rows in bins)
+        several = any(len(rows) > 1 for rows in bins)
         tokens = torch.zeros(size, longest, dtype=torch.int64)
         reply = torch.zeros_like(tokens)
         argmax = torch.full_like(tokens, -1)
-        starts = torch.arange(longest).repeat(size, 1)
-        aux: Tensor | None = None
-        last: Tensor | None = None
+        starts = torch.arange(longest).repeat(size, 1) if several else None
+        names = ("aux", "last") if with_aux else ("last",)
+        features: dict[str, Tensor] = {}
         for place, begin, row in _laid_out(bins):
             shard, start, stop, first, end = self._locate(row)
             own = slice(begin, begin + stop - start)
-            said = shard["reply"][start:stop].long()
-            where = begin + predicting(said).nonzero().squeeze(1)
-            if begin:  # nobody predicts the first token of a document
-                said[0] = 0
-            tokens[place, own] = shard["tokens"][start:stop].long()
-            reply[place, own] = torch.where(said > 0, said + reply[place].max(), 0)
-            argmax[place, where] = shard["argmax"][first:end].long()
-            starts[place, own] = begin
-            everywhere = self.last_everywhere
-            kept = shard["last"][start:stop] if everywhere else shard["last"][first:end]
-            if last is None:
-                last = kept.new_zeros(size, longest, kept.shape[-1])
-            last[place, own if everywhere else where] = kept
-            if with_aux and "aux" in shard:
-                if aux is None:
-                    aux = shard["aux"].new_zeros(size, longest, shard["aux"].shape[-1])
-                aux[place, own] = shard["aux"][start:stop]
-        several = any(len(rows) > 1 for rows in bins)
-        return Batch(tokens, reply, aux, last, argmax, starts=starts if several else None)
+            tokens[place, own] = shard["tokens"][start:stop]
+            said = reply[place, own].copy_(shard["reply"][start:stop])
+            where = predicting(said).nonzero().squeeze(1).add_(begin)
+            if begin:
+                said[0] = 0  # nobody predicts the first token of a document
+                said.add_(reply[place, :begin].max() * (said > 0))
+            if starts is not None:
+                starts[place, own] = begin
+            argmax[place].index_copy_(0, where, shard["argmax"][first:end].long())
+            for name in names:
+                if (kept := shard.get(name)) is None:
+                    continue
+                if name not in features:
+                    dtype = WIDE if kept.dtype == torch.int8 else kept.dtype
+                    features[name] = kept.new_zeros(size, longest, kept.shape[1], dtype=dtype)
+                parts = [(own, slice(start, stop))]
+                if name == "last" and not self.last_everywhere:
+                    parts = _stretches(where, first)
+                for to, source in parts:
+                    _read(shard, name, source, features[name][place, to])
+        return Batch(
+            tokens, reply, features.get("aux"), features.get("last"), argmax, starts=starts
+        )
 
     def prompt(self, row: RowInfo) -> Tensor:
         """The tokens of a row before its first reply: int64 [n]."""
@@ -172,7 +181,7 @@ class FeatureStore:
         states of every token, the last state of every one or of those before reply tokens."""
         counts = self.manifest["counts"]
         tokens, supervised = (sum(counts[key].values()) for key in ("tokens", "supervised_tokens"))
-        state = self.hidden_size * DTYPES[self.manifest["settings"]["dtype"]].itemsize
+        state = state_bytes(self.hidden_size, DTYPES[self.manifest["settings"]["dtype"]])
         kept = 1.0 if last_everywhere else supervised / tokens
         return state * (len(aux_layers) + kept)
 
@@ -222,6 +231,12 @@ class FeatureStore:
         return self._mapped[number]
 
 
+def _row(record: dict, index: int) -> RowInfo:
+    """A record of the facts; words that many rows share are kept once."""
+    shared = {key: sys.intern(word) for key in SHARED if (word := record[key]) is not None}
+    return RowInfo(**record | shared, index=index)
+
+
 def _laid_out(bins: list[list[RowInfo]]) -> Iterator[tuple[int, int, RowInfo]]:
     """(row of the batch, place where the conversation begins in it, conversation)"""
     for place, rows in enumerate(bins):
@@ -229,6 +244,23 @@ def _laid_out(bins: list[list[RowInfo]]) -> Iterator[tuple[int, int, RowInfo]]:
         for row in rows:
             yield place, begin, row
             begin += row.length
+
+
+def _stretches(places: Tensor, first: int) -> Iterator[tuple[slice, slice]]:
+    """Ascending places [p], whose features lie from `first` on in their shard, cut into stretches
+    without a gap: (places, where their features lie)."""
+    cuts = (places.diff() > 1).nonzero().squeeze(1).add_(1).tolist()
+    for begin, end in pairwise([0, *cuts, len(places)] if len(places) else []):
+        to = int(places[begin])
+        yield slice(to, to + end - begin), slice(first + begin, first + end)
+
+
+def _read(shard: dict[str, Tensor], name: str, source: slice, out: Tensor) -> None:
+    """The features `name` [n, W] of a shard, as numbers, into `out`."""
+    if f"{name}_scale" in shard:
+        from_int8(shard[name][source], shard[f"{name}_scale"][source], out)
+    else:
+        out.copy_(shard[name][source])
 
 
 def read_manifest(path: Path) -> dict | None:

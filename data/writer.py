@@ -108,7 +108,7 @@ class StoreWriter:
         }
         atomic_write(tensors_file, data)
         # Written last: a shard is finished when its facts exist and agree.
-        write_json(facts_file, facts)
+        write_json(facts_file, facts, compact=True)
         return facts
 
     def finish(self, shards: int, counts: dict | None = None) -> dict:
