@@ -1,18 +1,12 @@
-"""The feature store, read side: a folder with a manifest, shards, and a checksum for every file.
+"""The feature store, read side.
 
-    manifest.json              settings, their fingerprint, counts, shards with checksums
-    shard-00000.safetensors    tensors, see data/shard.py
-    shard-00000.json           facts: one record per row, and the checksum of the tensors
-    replies/                   answers of the target, kept so that a rerun need not ask again
-
-A store is complete or it is refused. Shards are mapped, not read: only the rows asked for are
-touched (and each shard once in full, when its checksum is verified before its first use).
+A store is complete or it is refused (data/manifest.py: its files). Shards are mapped, not read:
+only the rows asked for are touched (and each shard once in full, when its checksum is verified
+before its first use).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -20,32 +14,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spectrain.core.batch import Batch, predicting
 from spectrain.core.errors import SpectrainError
-from spectrain.core.files import read_json, sha256_file
 from spectrain.data.int8 import WIDE, from_int8
+from spectrain.data.manifest import read_facts, read_manifest, read_tensors
 from spectrain.data.shard import DTYPES, RowInfo, state_bytes
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-SHARED = ("split", "domain", "finish")
 SPLITS = ("train", "heldout")
-REBUILD = "prepare it again with --overwrite"
-MEND = "run the same `spectrain prepare` again, it makes the damaged part anew"
-
-
-def shard_name(number: int) -> str:
-    """Stem of the files of a shard."""
-    return f"shard-{number:05d}"
-
-
-def fingerprint_of(settings: dict) -> str:
-    """16 hex digits that change with any setting that shaped the store."""
-    canonical = json.dumps(settings, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+SHARED = ("split", "domain", "finish")
 
 
 class FeatureStore:
@@ -79,7 +57,7 @@ class FeatureStore:
                 where=str(path),
                 fix="run the same `spectrain prepare` again, it goes on where it was",
             )
-        facts = (_read_facts(path, shard) for shard in manifest["shards"])
+        facts = (read_facts(path, shard) for shard in manifest["shards"])
         store = cls(path, manifest, facts)
         if verify:
             for number in range(len(manifest["shards"])):
@@ -197,6 +175,18 @@ class FeatureStore:
         part = slice(first, end)
         return shard["argmax"][part].long(), shard["logprob"][part], shard["lognorm"][part]
 
+    def teacher_top(self, row: RowInfo) -> tuple[Tensor, Tensor]:
+        """(ids int64 [p, k], their log-probabilities float32 [p, k]) of the target's likeliest next
+        tokens at the predicting positions of a row, likeliest first."""
+        shard, _, _, first, end = self._locate(row)
+        if "top_ids" not in shard:
+            raise SpectrainError(
+                "the store holds no log-probabilities but the largest",
+                where=str(self.path),
+                fix="prepare a store with --set teacher_top=8",
+            )
+        return shard["top_ids"][first:end].long(), shard["top_logprob"][first:end].float()
+
     def token_counts(self, split: str, vocab_size: int) -> Tensor:
         """How often each token was produced in a reply of the split: int64 [vocab_size]."""
         counts = torch.zeros(vocab_size, dtype=torch.int64)
@@ -218,16 +208,7 @@ class FeatureStore:
     def _shard(self, number: int) -> dict[str, Tensor]:
         """The mapped tensors of a shard, verified when it is used for the first time."""
         if number not in self._mapped:
-            record = self.manifest["shards"][number]
-            file = self.path / record["file"]
-            _require_intact(file, record["sha256"], record["bytes"])
-            try:
-                with safe_open(file, framework="pt") as opened:
-                    self._mapped[number] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            except (SafetensorError, OSError) as error:
-                raise SpectrainError(
-                    f"cannot be read ({error})", where=str(file), fix=MEND
-                ) from error
+            self._mapped[number] = read_tensors(self.path, self.manifest["shards"][number])
         return self._mapped[number]
 
 
@@ -261,39 +242,3 @@ def _read(shard: dict[str, Tensor], name: str, source: slice, out: Tensor) -> No
         from_int8(shard[name][source], shard[f"{name}_scale"][source], out)
     else:
         out.copy_(shard[name][source])
-
-
-def read_manifest(path: Path) -> dict | None:
-    """The manifest of a folder, None where there is none; SpectrainError when it cannot be used."""
-    file = path / MANIFEST
-    if not file.is_file():
-        return None
-    manifest = read_json(file)
-    if not isinstance(manifest, dict) or not {"format", "complete", "settings"} <= set(manifest):
-        raise SpectrainError("not the manifest of a feature store", where=str(file), fix=REBUILD)
-    if manifest["format"] != FORMAT:
-        raise SpectrainError(
-            f"store format {manifest['format']}, this version reads format {FORMAT}",
-            where=str(file),
-            fix=REBUILD,
-        )
-    return manifest
-
-
-def _read_facts(path: Path, shard: dict) -> list[dict]:
-    file = path / shard["facts"]
-    _require_intact(file, shard["facts_sha256"], None)
-    return read_json(file)["rows"]
-
-
-def _require_intact(file: Path, sha256: str, size: int | None) -> None:
-    if not file.is_file():
-        raise SpectrainError("missing from the store", where=str(file), fix=MEND)
-    if size is not None and file.stat().st_size != size:
-        raise SpectrainError(
-            f"truncated: {file.stat().st_size} bytes of {size}", where=str(file), fix=MEND
-        )
-    if sha256_file(file) != sha256:
-        raise SpectrainError(
-            "damaged: its checksum is not the one in the manifest", where=str(file), fix=MEND
-        )

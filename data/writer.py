@@ -27,8 +27,8 @@ from spectrain.core.files import (
     sha256_file,
     write_json,
 )
+from spectrain.data.manifest import FORMAT, MANIFEST, fingerprint_of, read_manifest, shard_name
 from spectrain.data.shard import DTYPES, Row, RowInfo, States, lay_out
-from spectrain.data.store import FORMAT, MANIFEST, fingerprint_of, read_manifest, shard_name
 
 REPLIES = "replies"
 FINGERPRINT = "target.fingerprint"

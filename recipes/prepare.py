@@ -71,8 +71,10 @@ class PrepareConfig(Config):
         "keep", description="what to do with replies that were cut off by their length"
     )
     seed: int = Field(0, ge=0, description="of the sampled replies")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="what the features are stored in"
+    dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
+        "bfloat16",
+        description="what the features are stored in; int8 takes about half of bfloat16's disk and "
+        "rounds them by 1 %",
     )
     aux_layers: tuple[int, ...] | None = Field(
         None, description="layers whose outputs are kept, from 0; default: the target's three"
@@ -81,6 +83,12 @@ class PrepareConfig(Config):
         "everywhere",
         description="where the last state is kept: everywhere serves every family, replies is "
         "enough for EAGLE-3 and Medusa and takes less disk",
+    )
+    teacher_top: int = Field(
+        0,
+        ge=0,
+        description="log-probabilities of the target that are kept at each predicting position, "
+        "the likeliest; for distillation from another tool, no head of ours reads them",
     )
     shard_tokens: int = Field(16384, ge=1, description="tokens of a shard; the unit of a rerun")
     batch_tokens: int = Field(4096, ge=1, description="padded tokens that the target reads at once")
@@ -210,7 +218,8 @@ def _capture(
     waiting = [row for number in todo for row in shards[number]]
     width = len(layers) * target.hidden_size
     everywhere = config.last_states == "everywhere"
-    size = bytes_needed(waiting, target.hidden_size, width, DTYPES[config.dtype], everywhere)
+    dtype, top = DTYPES[config.dtype], config.teacher_top
+    size = bytes_needed(waiting, target.hidden_size, width, dtype, everywhere, top)
     writer.require_space(size)
     check_logits(target, waiting[0])
     tokens = sum(len(row.tokens) for row in waiting)
@@ -219,7 +228,7 @@ def _capture(
             shard = shards[number]
             states, dropped = {}, Counter()
             for place, found in capture(
-                target, shard, layers, writer.dtype, config.batch_tokens, everywhere
+                target, shard, layers, dtype, config.batch_tokens, everywhere, top
             ):
                 if found.states is None:
                     dropped[found.reason] += 1
@@ -256,7 +265,7 @@ def _settings(
         "aux_layers": list(layers),
     }
     plain = ("max_length", "heldout", "dtype", "last_states", "length_stopped", "shard_tokens")
-    plain += ("batch_tokens",)
+    plain += ("batch_tokens",) + ("teacher_top",) * bool(config.teacher_top)
     asked = (
         "temperature",
         "heldout_temperatures",
