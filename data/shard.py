@@ -2,23 +2,28 @@
 
 R rows, N tokens and P predicting positions of all rows together, A aux width, H hidden size.
 
-========== ============ ==========================================================================
-tensor     shape        meaning
-========== ============ ==========================================================================
-tokens     int32 [N]    the rows, one after the other, never padded
-reply      int16 [N]    n ≥ 1 inside the n-th assistant reply of its row, 0 elsewhere
-offsets    int64 [R+1]  row r is tokens[offsets[r]:offsets[r+1]]
-aux        [N, A]       auxiliary states low→mid→high, in the store's dtype; absent when none asked
-last       [P, H]       the last state after the final norm, in the store's dtype; [N, H] when it
-                        is kept everywhere
-predicting int64 [R+1]  row r owns last[predicting[r]:predicting[r+1]], in order of position
-argmax     int32 [P]    the target's own choice for the next token, over the whole vocabulary
-logprob    float32 [P]  log-probability of that choice
-lognorm    float32 [P]  logsumexp of the target's logits
-========== ============ ==========================================================================
+=========== ============== =======================================================================
+tensor      shape          meaning
+=========== ============== =======================================================================
+tokens      int32 [N]      the rows, one after the other, never padded
+reply       int16 [N]      n ≥ 1 inside the n-th assistant reply of its row, 0 elsewhere
+offsets     int64 [R+1]    row r is tokens[offsets[r]:offsets[r+1]]
+predicting  int64 [R+1]    row r owns last[predicting[r]:predicting[r+1]], in order of position
+aux         [N, A]         auxiliary states low→mid→high, in the store's dtype; absent when none
+                           asked
+last        [P, H]         the last state after the final norm, in the store's dtype; [N, H] when it
+                           is kept everywhere
+aux_scale   [N, A/G]       of an int8 store: see data/int8.py
+last_scale  [P or N, H/G]
+argmax      int32 [P]      the target's own choice for the next token, over the whole vocabulary
+logprob     float32 [P]    log-probability of that choice
+lognorm     float32 [P]    logsumexp of the target's logits
+top_ids     int32 [P, k]   the k likeliest next tokens, likeliest first; absent when none asked
+top_logprob float16 [P, k] their log-probabilities
+=========== ============== =======================================================================
 
-A store of tokens alone has the first three and `predicting`: the target is asked for the rest when
-a batch is made (data/online.py).
+A store of tokens alone has the first four: the target is asked for the rest when a batch is made
+(data/online.py).
 """
 
 from __future__ import annotations
@@ -31,8 +36,15 @@ import torch
 from torch import Tensor
 
 from spectrain.core.batch import predicting
+from spectrain.data.int8 import WIDE, group_of, to_int8
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FEATURES = ("aux", "last")
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,7 @@ class Row:
         return int((self.reply > 0).sum())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there may be millions
 class RowInfo:
     """What the store knows about a row without touching its tensors; lengths in tokens."""
 
@@ -107,13 +119,15 @@ class RowInfo:
 class States:
     """What the target says about one row: aux [T, A] or None; last [p, H] on predicting rows, or
     [T, H] everywhere; on predicting rows argmax int32 [p], logprob float32 [p], lognorm float32
-    [p]."""
+    [p], top_ids int32 and top_logprob float16 [p, k] or None."""
 
     aux: Tensor | None
     last: Tensor
     argmax: Tensor
     logprob: Tensor
     lognorm: Tensor
+    top_ids: Tensor | None = None
+    top_logprob: Tensor | None = None
 
 
 def lay_out(rows: list[tuple[Row, States | None]], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -127,14 +141,27 @@ def lay_out(rows: list[tuple[Row, States | None]], dtype: torch.dtype) -> dict[s
         assert len(states.last) in (expected, len(row.tokens)), "one state per row that is kept"
         assert states.aux is None or len(states.aux) == len(row.tokens), "one aux state per token"
     tensors = _laid_out_rows([row for row, _ in rows]) | {
-        "last": torch.cat([states.last for _, states in rows]).to(dtype),
         "argmax": torch.cat([states.argmax for _, states in rows]).to(torch.int32),
         "logprob": torch.cat([states.logprob for _, states in rows]).float(),
         "lognorm": torch.cat([states.lognorm for _, states in rows]).float(),
     }
-    if rows[0][1].aux is not None:
-        tensors["aux"] = torch.cat([states.aux for _, states in rows]).to(dtype)
+    group = group_of(rows[0][1].last.shape[-1])
+    for name in ("last", "aux", "top_ids", "top_logprob"):
+        parts = [getattr(states, name) for _, states in rows]
+        if parts[0] is None:
+            continue
+        tensors[name] = torch.cat(parts)
+        if name in FEATURES and dtype == torch.int8:
+            tensors[name], tensors[f"{name}_scale"] = to_int8(tensors[name], group)
+        elif name in FEATURES:
+            tensors[name] = tensors[name].to(dtype)
     return tensors
+
+
+def state_bytes(hidden: int, dtype: torch.dtype) -> int:
+    """Bytes of one state of `hidden` numbers as it is stored."""
+    scales = hidden // group_of(hidden) * WIDE.itemsize if dtype == torch.int8 else 0
+    return hidden * dtype.itemsize + scales
 
 
 def bytes_needed(
@@ -149,7 +176,7 @@ def bytes_needed(
 ) -> int:
     """Bytes on disk that so many tokens, reply tokens and rows will take with auxiliary states of
     so many layers; headers and facts estimated generously."""
-    state = hidden * dtype.itemsize
+    state = state_bytes(hidden, dtype) if hidden else 0
     return (
         tokens * (layers * state + 4 + 2)
         + (tokens if last_everywhere else supervised) * state

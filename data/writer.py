@@ -27,9 +27,9 @@ from spectrain.core.files import (
     sha256_file,
     write_json,
 )
+from spectrain.data.manifest import FORMAT, MANIFEST, fingerprint_of, read_manifest, shard_name
 from spectrain.data.shard import DTYPES, Row, RowInfo, States, lay_out
 from spectrain.data.spool import NAME as SPOOL
-from spectrain.data.store import FORMAT, MANIFEST, fingerprint_of, read_manifest, shard_name
 
 LOCK = ".lock"
 REPLIES = "replies"
@@ -125,7 +125,7 @@ class StoreWriter:
         }
         atomic_write(tensors_file, data)
         # Written last: a shard is finished when its facts exist and agree.
-        write_json(facts_file, facts)
+        write_json(facts_file, facts, compact=True)
         return facts
 
     def facts(self, number: int) -> dict:

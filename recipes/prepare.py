@@ -232,7 +232,7 @@ def _require_room(config: PrepareConfig, target: Target, writer: StoreWriter, sp
             len(writer.settings["aux_layers"]),
             writer.dtype,
             config.keeps_last_everywhere,
-            config.teacher_top_k,
+            config.teacher_top,
         )
         for tokens in (0, longest)
     ]
@@ -320,7 +320,7 @@ def _capture(
             len(layers),
             writer.dtype,
             everywhere,
-            config.teacher_top_k,
+            config.teacher_top,
         )
     if not todo:
         return
@@ -335,7 +335,13 @@ def _capture(
             rows, dropped = spool.rows(number), Counter()
             states: dict[int, tuple] = {}
             for place, found in capture(
-                target, rows, layers, writer.dtype, config.batch_tokens, everywhere
+                target,
+                rows,
+                layers,
+                writer.dtype,
+                config.batch_tokens,
+                everywhere,
+                config.teacher_top,
             ):
                 if found.states is None:
                     dropped[found.reason] += 1
@@ -387,8 +393,8 @@ def _settings(config: PrepareConfig, target: Target, source: str, backend: str |
     else:
         plain += ("batch_tokens",)
         shaped_by["last_states"] = "everywhere" if config.keeps_last_everywhere else "replies"
-        if config.teacher_top_k:
-            plain += ("teacher_top_k",)
+        if config.teacher_top:
+            plain += ("teacher_top",)
     # How replies are drawn matters only where the target is asked for one.
     if backend is not None:
         plain += ("temperature", "heldout_temperatures", "top_p", "max_new_tokens")

@@ -102,8 +102,11 @@ class PrepareConfig(Config):
         description="where the last state is kept: everywhere serves every family, replies is "
         "enough for EAGLE-3 and Medusa and takes less disk; default: as `family` needs it",
     )
-    teacher_top_k: int = Field(
-        0, ge=0, description="log-probabilities of the target that are kept for each reply token"
+    teacher_top: int = Field(
+        0,
+        ge=0,
+        description="log-probabilities of the target that are kept at each predicting position, "
+        "the likeliest; for distillation by another tool, no head of ours reads them",
     )
     features: Literal["stored", "none"] = Field(
         "stored",

@@ -150,7 +150,7 @@ def _bytes(config: PrepareConfig, target: Target, layers: tuple[int, ...], most:
         len(layers),
         DTYPES[config.dtype],
         config.keeps_last_everywhere,
-        config.teacher_top_k,
+        config.teacher_top,
     )
 
 
