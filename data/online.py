@@ -83,8 +83,8 @@ class OnlineStore(FeatureStore):
         """As of a store, computed now."""
         batch = self.batch([row], with_aux=False)
         with torch.no_grad():
-            argmax, *others = teacher(self.target, batch.last[predicting(batch.reply)])
-        return argmax.long(), *others
+            facts = teacher(self.target, batch.last[predicting(batch.reply)])
+        return facts["argmax"].long(), facts["logprob"], facts["lognorm"]
 
     def bytes_per_token(self, aux_layers: tuple[int, ...], last_everywhere: bool) -> float:
         """Nothing is read from the disk."""

@@ -147,7 +147,9 @@ def test_bytes_are_half_and_what_was_announced(stored):
     )
     assert held == tokens * 4 * 68
     whole = sum(file.stat().st_size for file in path.glob("shard-*"))
-    assert held < whole <= bytes_needed([row for row, _ in pairs], 64, 192, torch.int8, True)
+    supervised = sum(row.supervised for row, _ in pairs)
+    assert held < whole
+    assert whole <= bytes_needed(tokens, supervised, len(pairs), 64, 3, torch.int8, True)
 
 
 def test_same_rows_same_bytes(stored):

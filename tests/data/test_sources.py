@@ -217,7 +217,7 @@ def test_a_cut_gzip_file_gives_its_whole_lines_first(tmp_path):
     found = []
     with pytest.raises(SpectrainError) as error:
         for row in file_lines(tmp_path / "a.jsonl.gz"):
-            found.append(row)  # noqa: PERF402
+            found.append(row)
     assert len(found) > 5000
     assert [row for _, row in found] == lines[: len(found)]
     assert error.value.where == f"{tmp_path / 'a.jsonl.gz'}:{len(found) + 1}"

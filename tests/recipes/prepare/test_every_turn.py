@@ -11,7 +11,6 @@ from spectrain.data.store import FeatureStore
 from spectrain.generator import answering
 from spectrain.recipes import prepare
 
-
 USERS = [[f"hello {n}", "and then?", "why?"] for n in range(16)]
 
 
