@@ -4,6 +4,7 @@ import errno
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 from preparing import content
@@ -126,3 +127,50 @@ def test_free_disk_is_checked_before_capture(config, monkeypatch):
     monkeypatch.setattr(prepare, "capture", None)
     with pytest.raises(RunFailed, match="MB needed"):
         prepare.run(config())
+
+
+AT_ANY_MOMENT = """
+import functools, os, random, signal, sys, time
+import torch
+torch.set_num_threads(1)
+from spectrain.recipes.prepare import PrepareConfig, Target, run
+
+config = PrepareConfig.model_validate_json(sys.argv[1])
+Target.load = functools.cache(Target.load)
+Target.load(config.target, dtype=config.target_dtype, device=config.device)  # once, before forking
+random = random.Random(0)
+kills = runs = 0
+longest = float(sys.argv[2])
+while kills < 20:
+    folder = config.store.with_name(f"run-{runs}")
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        run(config.model_copy(update={"store": folder}))
+        os._exit(0)
+    time.sleep(random.uniform(0, longest))
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        kills += 1
+    else:  # it was faster: the next one gets a folder of its own
+        assert os.WEXITSTATUS(status) == 0
+        runs += 1
+print(runs)
+"""
+
+
+def test_killed_at_20_random_moments_the_rerun_equals_a_clean_run(config, clean, tmp_path):
+    """Case 15, whatever it was doing: 20 kills after random times (seeded, so spread over a run's
+    length), each run going on from what the one before it left; every folder, finished at last,
+    equals the clean one."""
+    started = time.perf_counter()
+    prepare.run(config(store=tmp_path / "timed"))
+    longest = 1.2 * (time.perf_counter() - started)
+    text = config().model_dump_json()
+    command = [sys.executable, "-c", AT_ANY_MOMENT, text, str(longest)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    for number in range(int(done.stdout) + 1):
+        folder = tmp_path / f"run-{number}"
+        prepare.run(config(store=folder))
+        assert content(folder) == clean
