@@ -33,7 +33,8 @@ class Reader:
             ids = encode(self.tokenizer, text)
         for place in range(len(ids) - 1, -1, -1):
             mark = self._marks.text(ids[place])
-            if mark:
+            # The token for what is unknown may be an added one, and then no part of the text.
+            if mark and ids.count(ids[place]) == text.count(mark):
                 self._text = text[: text.rindex(mark) + len(mark)]
                 self._ids = ids[: place + 1]
                 break
@@ -60,7 +61,7 @@ class _Marks:
 
     def _checked(self, token: int) -> str | None:
         added = self._added[token]
-        if added.normalized or added.lstrip or added.rstrip or added.single_word:
+        if added.normalized or added.single_word:  # what follows may change those
             return None
         own = added.content
         heads = tuple(own[:length] for length in range(1, len(own) + 1))

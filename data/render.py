@@ -82,8 +82,9 @@ def turn_texts(tokenizer, conversation: Conversation) -> list[TurnText]:
 
 def _render(tokenizer, messages, tools, generation: bool = False) -> str:
     failure: Exception | None = None
-    for form in _forms(messages):
+    for change in _CHANGES if any(message.get("tool_calls") for message in messages) else (None,):
         try:
+            form = _with_arguments(messages, *change) if change else messages
             text = tokenizer.apply_chat_template(
                 form,
                 tools=list(tools) if tools else None,
@@ -98,12 +99,9 @@ def _render(tokenizer, messages, tools, generation: bool = False) -> str:
     raise Refused("template-rejects") from failure
 
 
-def _forms(messages: list[dict]) -> list[list[dict]]:
-    """Some templates take the arguments of tool calls as a mapping, some as JSON text, whatever
-    the source has; one that wants text may print a mapping as Python does."""
-    if not any(message.get("tool_calls") for message in messages):
-        return [messages]
-    return [_with_arguments(messages, json.loads, str), _with_arguments(messages, json.dumps, dict)]
+# Some templates take the arguments of tool calls as a mapping, some as JSON text, whatever the
+# source has; one that wants text may print a mapping as Python does.
+_CHANGES = ((json.loads, str), (json.dumps, dict))
 
 
 def _with_arguments(messages: list[dict], change: Callable, kind: type) -> list[dict]:

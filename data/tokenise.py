@@ -222,15 +222,19 @@ def _reply_ids(reader: Reader, text: TurnText, prompt: list[int]) -> list[int]:
     """Ids of a reply as the target would write them, having read `prompt`.
 
     Most tokenizers keep the two apart by themselves. Some merge characters across the boundary,
-    which the target cannot: then the reply is read alone, if that says the same.
+    which the target cannot: then the reply is read alone, or, by a tokenizer that marks the
+    beginning of a text, behind a character that it keeps apart.
     """
+    tokenizer = reader.tokenizer
     whole = reader.ids(text.prompt + text.reply)
     if whole[: len(prompt)] == prompt:
         return whole[len(prompt) :]
-    alone = encode(reader.tokenizer, text.reply)
-    if reader.tokenizer.decode(prompt + alone) != reader.tokenizer.decode(whole):
-        raise Refused("boundary-merge")
-    return alone
+    for lead in ("", "a", "."):
+        before, both = encode(tokenizer, lead), encode(tokenizer, lead + text.reply)
+        reply = both[len(before) :]
+        if before + reply == both and tokenizer.decode(prompt + reply) == tokenizer.decode(whole):
+            return reply
+    raise Refused("boundary-merge")
 
 
 def _reply_length(tokenizer, reply: list[int], stop_ids: tuple[int, ...]) -> int:
