@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -45,7 +45,7 @@ class ChatServer:
         self.reply, self.models = reply, models
         self.asked: list[dict] = []
         self.trials: list[dict] = []
-        self.headers: dict[str, str] = {}
+        self.headers: Mapping = {}
         self.open = self.peak = 0
         self._lock = threading.Lock()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -80,7 +80,7 @@ class ChatServer:
                 if self.path != "/v1/chat/completions":
                     return self.send({"detail": "Not Found"}, 404)
                 with server._lock:
-                    server.headers = dict(self.headers)
+                    server.headers = self.headers
                     (server.trials if body["max_tokens"] == 1 else server.asked).append(body)
                     server.open += 1
                     server.peak = max(server.peak, server.open)
