@@ -34,8 +34,9 @@ def said(text: str, prompt_tokens: int, finish: str = "stop", **message) -> dict
 
 
 class ChatServer:
-    """`reply`: from a request's body to an answer: its body, or (status, body), or bytes (sent as
-    they are, under a header that promises more), or None (the connection is cut without a word).
+    """`reply`: from a request's body to an answer: its body (a text is sent as it is), or (status,
+    body), or bytes (sent under a header that promises more), or None (the connection is cut without
+    a word).
 
     asked, trials: bodies of the requests that came, those for one token apart; headers: of the last
     one · peak: the most that were being answered at a time · url: of the API
@@ -90,19 +91,21 @@ class ChatServer:
                     with server._lock:
                         server.open -= 1
                 with suppress(OSError):  # the client may have hung up
-                    self.send(*answer[::-1]) if isinstance(answer, tuple) else self.send(answer)
+                    status, answer = answer if isinstance(answer, tuple) else (200, answer)
+                    self.send(answer, status)
 
             def send(self, body: object, status: int = 200) -> None:
                 cut = body is None or isinstance(body, bytes)
-                content = (body or b"") if cut else json.dumps(body).encode()
+                if not cut:
+                    body = (body if isinstance(body, str) else json.dumps(body)).encode()
                 if body is not None:
                     self.send_response(status)
                     self.send_header("content-type", "application/json")
-                    self.send_header("content-length", str(len(content) + 100 * cut))
+                    self.send_header("content-length", str(len(body) + 100 * cut))
                     for name, value in SOON.items():
                         self.send_header(name, value)
                     self.end_headers()
-                    self.wfile.write(content)
+                    self.wfile.write(body)
                 self.close_connection = cut
 
         return Handler
