@@ -26,10 +26,6 @@ RESERVED = ("model", "messages", "tools", "temperature", "top_p", "max_tokens", 
 GO_ON = "the same command goes on where it stopped"
 
 
-class Malformed(ValueError):
-    """The server's answer is not what the API promises."""
-
-
 def messages_of(question: Question) -> list[dict]:
     """The messages with tool calls in the API's form: arguments as JSON text, an id, a type."""
     return [
@@ -113,9 +109,10 @@ def name_of(question: Question) -> str:
 
 
 def explain(error: Exception, retries: int, timeout: float) -> SpectrainError:
-    """What an exception of the client means to people: RunFailed where trying again may do."""
+    """What an exception of the client, or a ValueError over an answer, means to people: RunFailed
+    where trying again may do."""
     status = getattr(error, "status_code", None)
-    if isinstance(error, Malformed | json.JSONDecodeError):
+    if isinstance(error, ValueError):
         return SpectrainError(
             f"the server's answer is no chat completion ({_line(error)})",
             fix="give the URL of an OpenAI-compatible API; it ends with /v1 as a rule",

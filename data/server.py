@@ -26,7 +26,6 @@ from spectrain.data.chat_api import (
     NEUTRAL,
     RESERVED,
     TELL_IDS,
-    Malformed,
     check_prompt,
     explain,
     messages_of,
@@ -72,10 +71,12 @@ class Server:
 
     def __post_init__(self) -> None:
         self.api_key = self.api_key or os.environ.get("OPENAI_API_KEY")
-        if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname:
+        if not _is_address(self.url):
             raise SpectrainError(
                 f"{self.url!r} is no address of a server", fix="give http://host:port/v1"
             )
+        if self.concurrency < 1:
+            raise SpectrainError(f"{self.concurrency} questions at a time", where="concurrency")
         if taken := sorted(set(self.extra) & set(RESERVED)):
             raise SpectrainError(
                 f"{', '.join(taken)} cannot be set there", where="extra", fix="use its own setting"
@@ -197,7 +198,7 @@ class Server:
             whole = answer.to_dict(warnings=False)
             reply = reply_of(whole, question)
         except (AttributeError, TypeError, KeyError, IndexError):
-            raise Malformed(str(answer) or "empty") from None
+            raise ValueError(str(answer) or "empty") from None
         if self.check_prompts:
             check_prompt(whole, question)
         if not trial:
@@ -246,6 +247,14 @@ async def _hang_up(client: Any) -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await client.close()
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port
+        return False
 
 
 def _seed(unit: Unit, number: int) -> int:

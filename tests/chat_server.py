@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -34,8 +34,9 @@ def said(text: str, prompt_tokens: int, finish: str = "stop", **message) -> dict
 
 
 class ChatServer:
-    """`reply`: from a request's body to an answer: its body, or (status, body), or bytes (sent as
-    they are, under a header that promises more), or None (the connection is cut without a word).
+    """`reply`: from a request's body to an answer: its body (a text is sent as it is), or (status,
+    body), or bytes (sent under a header that promises more), or None (the connection is cut without
+    a word).
 
     asked, trials: bodies of the requests that came, those for one token apart; headers: of the last
     one · peak: the most that were being answered at a time · url: of the API
@@ -45,7 +46,7 @@ class ChatServer:
         self.reply, self.models = reply, models
         self.asked: list[dict] = []
         self.trials: list[dict] = []
-        self.headers: dict[str, str] = {}
+        self.headers: Mapping = {}
         self.open = self.peak = 0
         self._lock = threading.Lock()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -80,7 +81,7 @@ class ChatServer:
                 if self.path != "/v1/chat/completions":
                     return self.send({"detail": "Not Found"}, 404)
                 with server._lock:
-                    server.headers = dict(self.headers)
+                    server.headers = self.headers
                     (server.trials if body["max_tokens"] == 1 else server.asked).append(body)
                     server.open += 1
                     server.peak = max(server.peak, server.open)
@@ -90,19 +91,21 @@ class ChatServer:
                     with server._lock:
                         server.open -= 1
                 with suppress(OSError):  # the client may have hung up
-                    self.send(*answer[::-1]) if isinstance(answer, tuple) else self.send(answer)
+                    status, answer = answer if isinstance(answer, tuple) else (200, answer)
+                    self.send(answer, status)
 
             def send(self, body: object, status: int = 200) -> None:
                 cut = body is None or isinstance(body, bytes)
-                content = (body or b"") if cut else json.dumps(body).encode()
+                if not cut:
+                    body = (body if isinstance(body, str) else json.dumps(body)).encode()
                 if body is not None:
                     self.send_response(status)
                     self.send_header("content-type", "application/json")
-                    self.send_header("content-length", str(len(content) + 100 * cut))
+                    self.send_header("content-length", str(len(body) + 100 * cut))
                     for name, value in SOON.items():
                         self.send_header(name, value)
                     self.end_headers()
-                    self.wfile.write(content)
+                    self.wfile.write(body)
                 self.close_connection = cut
 
         return Handler

@@ -190,7 +190,18 @@ def test_no_server_there():
     failing(error)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://host/v1", "http://", "my server"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000/v1",
+        "ftp://host/v1",
+        "http://",
+        "my server",
+        "http://host:port/v1",
+        "http://[::1",
+        "",
+    ],
+)
 def test_what_is_no_address(url):
     with pytest.raises(SpectrainError, match="http://host:port/v1"):
         Server(url, "tiny", max_new_tokens=9, top_p=1, seed=0)
@@ -202,7 +213,8 @@ def test_own_settings_are_not_set_in_passing():
 
 
 @pytest.mark.parametrize(
-    "answer", [{}, {"choices": []}, {"choices": [{}]}, [], "hello", {"choices": [{"message": 5}]}]
+    "answer",
+    [{}, {"choices": []}, {"choices": [{}]}, {"choices": [{"message": 5}]}, [], "{oops", "", "5"],
 )
 def test_what_is_no_chat_completion(answer):
     odd = ChatServer(lambda _: answer)
