@@ -201,8 +201,9 @@ def _clear(path: Path, settings: dict, overwrite: bool) -> None:
 
 def _require_same(old: dict, new: dict, path: Path) -> None:
     before, now = _flat(old), _flat(new)
-    # The target first: with another one, what follows from it differs as well.
-    for key in sorted(set(before) | set(now), key=lambda key: (key != FINGERPRINT, key)):
+    # These first: with another target, or without features, what follows from it differs as well.
+    first = (FINGERPRINT, "features")
+    for key in sorted(set(before) | set(now), key=lambda key: (key not in first, key)):
         if before.get(key) != now.get(key):
             raise SpectrainError(
                 f"the store was prepared with {key} = {before.get(key)!r}, "
