@@ -33,8 +33,8 @@ from spectrain.data.spool import NAME as SPOOL
 
 LOCK = ".lock"
 REPLIES = "replies"
-# The target first: with another one, what follows from it differs as well.
-TOLD_FIRST = ("target.fingerprint", "target.dtype")
+# These first: with another target, or without features, what follows from it differs as well.
+TOLD_FIRST = ("target.fingerprint", "target.dtype", "features")
 TOLD_LAST = "backend"  # made of other settings
 
 
