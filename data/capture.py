@@ -70,7 +70,7 @@ def capture(
         read = features.last.shape[1]
         where = predicting(reply)[:, :read]
         predicted = features.last[where.to(target.device)]
-        facts = _teacher(target, predicted, top_k)
+        facts = teacher(target, predicted, top_k)
         last = (features.last if last_everywhere else predicted).to(dtype).cpu()
         aux = None if features.aux is None else features.aux.to(dtype).cpu()
         ends = where.sum(1).cumsum(0).tolist()
@@ -107,11 +107,15 @@ def _padded(rows: list[Row]) -> tuple[Tensor, Tensor]:
     return tokens, reply
 
 
-def _teacher(target: Target, last: Tensor, top_k: int) -> dict[str, Tensor]:
+def choices(target: Target, last: Tensor) -> Tensor:
+    """last [P, H] → the target's own choices int64 [P], on its device."""
+    return torch.cat([logits.max(-1).indices for logits in _logits(target, last)])
+
+
+def teacher(target: Target, last: Tensor, top_k: int = 0) -> dict[str, Tensor]:
     """last [P, H] → the facts of States by name, on the CPU."""
     found: dict[str, list[Tensor]] = {}
-    for part in last.split(LOGIT_ROWS):
-        logits = target.logits(part).float()
+    for logits in _logits(target, last):
         value, index = logits.max(-1)
         norm = logits.logsumexp(-1)
         facts = {"argmax": index.to(torch.int32), "logprob": value - norm, "lognorm": norm}
@@ -122,6 +126,11 @@ def _teacher(target: Target, last: Tensor, top_k: int) -> dict[str, Tensor]:
         for name, fact in facts.items():
             found.setdefault(name, []).append(fact)
     return {name: torch.cat(parts).cpu() for name, parts in found.items()}
+
+
+def _logits(target: Target, last: Tensor) -> Iterator[Tensor]:
+    """Float32 logits of rows [P, H], LOGIT_ROWS of them at a time."""
+    return (target.logits(part).float() for part in last.split(LOGIT_ROWS))
 
 
 def _fault(states: States, length: int, read: int) -> str | None:

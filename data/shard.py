@@ -2,25 +2,9 @@
 
 R rows, N tokens and P predicting positions of all rows together, A aux width, H hidden size.
 
-=========== ============== =======================================================================
-tensor      shape          meaning
-=========== ============== =======================================================================
-tokens      int32 [N]      the rows, one after the other, never padded
-reply       int16 [N]      n ≥ 1 inside the n-th assistant reply of its row, 0 elsewhere
-offsets     int64 [R+1]    row r is tokens[offsets[r]:offsets[r+1]]
-aux         [N, A]         auxiliary states low→mid→high, in the store's dtype; absent when none
-                           asked
-last        [P, H]         the last state after the final norm, in the store's dtype; [N, H] when it
-                           is kept everywhere
-aux_scale   [N, A/G]       of an int8 store: see data/int8.py
-last_scale  [P or N, H/G]
-predicting  int64 [R+1]    row r owns last[predicting[r]:predicting[r+1]], in order of position
-argmax      int32 [P]      the target's own choice for the next token, over the whole vocabulary
-logprob     float32 [P]    log-probability of that choice
-lognorm     float32 [P]    logsumexp of the target's logits
-top_ids     int32 [P, k]   the k likeliest next tokens, likeliest first; absent when none asked
-top_logprob float16 [P, k] their log-probabilities
-=========== ============== =======================================================================
+=========== ============== ================================================================
+A store of tokens alone has the first three and `predicting`: the target is asked for the rest when
+a batch is made (data/online.py).
 """
 
 from __future__ import annotations
@@ -118,18 +102,17 @@ class States:
     top_logprob: Tensor | None = None
 
 
-def lay_out(rows: list[tuple[Row, States]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a shard, in the order of `rows` (one or more); features in `dtype`."""
+def lay_out(rows: list[tuple[Row, States | None]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a shard, in the order of `rows` (one or more); features in `dtype`, or none
+    where there are no states."""
+    if rows[0][1] is None:
+        return _laid_out_rows([row for row, _ in rows])
     for row, states in rows:
         expected = int(predicting(row.reply).sum())
         assert len(states.argmax) == expected, "one choice per predicting row"
         assert len(states.last) in (expected, len(row.tokens)), "one state per row that is kept"
         assert states.aux is None or len(states.aux) == len(row.tokens), "one aux state per token"
-    tensors = {
-        "tokens": torch.cat([row.tokens for row, _ in rows]).to(torch.int32),
-        "reply": torch.cat([row.reply for row, _ in rows]).to(torch.int16),
-        "offsets": _offsets([len(row.tokens) for row, _ in rows]),
-        "predicting": _offsets([len(states.argmax) for _, states in rows]),
+    tensors = _laid_out_rows([row for row, _ in rows]) | {
         "argmax": torch.cat([states.argmax for _, states in rows]).to(torch.int32),
         "logprob": torch.cat([states.logprob for _, states in rows]).float(),
         "lognorm": torch.cat([states.lognorm for _, states in rows]).float(),
@@ -194,6 +177,16 @@ def key_of(rows: list[Row]) -> str:
         digest.update(json.dumps(RowInfo.of(row, 0).as_facts()).encode())
         digest.update(row.tokens.numpy().tobytes() + row.reply.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _laid_out_rows(rows: list[Row]) -> dict[str, Tensor]:
+    """What is known of rows before the target has read them."""
+    return {
+        "tokens": torch.cat([row.tokens for row in rows]).to(torch.int32),
+        "reply": torch.cat([row.reply for row in rows]).to(torch.int16),
+        "offsets": _offsets([len(row.tokens) for row in rows]),
+        "predicting": _offsets([int(predicting(row.reply).sum()) for row in rows]),
+    }
 
 
 def _offsets(lengths: list[int]) -> Tensor:

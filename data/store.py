@@ -86,9 +86,28 @@ class FeatureStore:
         """Whether the last state is kept at every position, not before reply tokens alone."""
         return self.manifest["settings"].get("last_states") == "everywhere"
 
+    @property
+    def features(self) -> bool:
+        """Whether batches have features and the target's choices, not tokens and replies alone."""
+        return self.manifest["settings"].get("features", "stored") == "stored"
+
+    @property
+    def rounded(self) -> bool:
+        """Whether what is stored differs from what the target said: kept in a smaller type."""
+        settings = self.manifest["settings"]
+        said = settings["target"].get("dtype", "").removeprefix("torch.")
+        return self.features and settings["dtype"] not in ("float32", said)
+
     def require_features(self, aux_layers: tuple[int, ...], last_everywhere: bool) -> None:
         """Raise SpectrainError unless the store holds what a head reads: the outputs of these
         layers (none: always), and the last state at every position if asked for."""
+        if not self.features:
+            raise SpectrainError(
+                "the store holds tokens alone, no features of the target",
+                where=str(self.path),
+                fix="have them computed in training (online=true, the default here), or prepare "
+                "another --store with --set features=stored",
+            )
         held = list(self.manifest["settings"].get("aux_layers") or ())
         if aux_layers and list(aux_layers) != held:
             raise SpectrainError(
@@ -111,7 +130,11 @@ class FeatureStore:
     def packed(self, bins: list[list[RowInfo]], with_aux: bool = True) -> Batch:
         """One row for each bin: its conversations one behind the other, padded on the right to the
         longest row; features in the store's dtype, those of an int8 store in bfloat16. Without
-        `with_aux` the auxiliary states, most of the bytes, are not touched."""
+        `with_aux` the auxiliary states, most of the bytes, are not touched. A store without
+        features gives tokens and replies."""
+        return self._packed(bins, with_aux, self.features)
+
+    def _packed(self, bins: list[list[RowInfo]], with_aux: bool, with_features: bool) -> Batch:
         assert bins, "a batch needs rows"
         size, longest = len(bins), max(sum(row.length for row in rows) for rows in bins)
         several = any(len(rows) > 1 for rows in bins)
@@ -120,7 +143,7 @@ class FeatureStore:
         argmax = torch.full_like(tokens, -1)
         starts = torch.arange(longest).repeat(size, 1) if several else None
         names = ("aux", "last") if with_aux else ("last",)
-        features: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
         for place, begin, row in _laid_out(bins):
             shard, start, stop, first, end = self._locate(row)
             own = slice(begin, begin + stop - start)
@@ -132,21 +155,21 @@ class FeatureStore:
                 said.add_(reply[place, :begin].max() * (said > 0))
             if starts is not None:
                 starts[place, own] = begin
+            if not with_features:
+                continue
             argmax[place].index_copy_(0, where, shard["argmax"][first:end].long())
             for name in names:
                 if (kept := shard.get(name)) is None:
                     continue
-                if name not in features:
+                if name not in found:
                     dtype = WIDE if kept.dtype == torch.int8 else kept.dtype
-                    features[name] = kept.new_zeros(size, longest, kept.shape[1], dtype=dtype)
+                    found[name] = kept.new_zeros(size, longest, kept.shape[1], dtype=dtype)
                 parts = [(own, slice(start, stop))]
                 if name == "last" and not self.last_everywhere:
                     parts = _stretches(where, first)
                 for to, source in parts:
-                    _read(shard, name, source, features[name][place, to])
-        return Batch(
-            tokens, reply, features.get("aux"), features.get("last"), argmax, starts=starts
-        )
+                    _read(shard, name, source, found[name][place, to])
+        return Batch(tokens, reply, found.get("aux"), found.get("last"), argmax, starts=starts)
 
     def prompt(self, row: RowInfo) -> Tensor:
         """The tokens of a row before its first reply: int64 [n]."""
@@ -157,6 +180,8 @@ class FeatureStore:
     def bytes_per_token(self, aux_layers: tuple[int, ...], last_everywhere: bool) -> float:
         """Bytes of features per token of the store that a head with these needs reads: auxiliary
         states of every token, the last state of every one or of those before reply tokens."""
+        if not self.features:
+            return 0.0
         counts = self.manifest["counts"]
         tokens, supervised = (sum(counts[key].values()) for key in ("tokens", "supervised_tokens"))
         state = state_bytes(self.hidden_size, DTYPES[self.manifest["settings"]["dtype"]])
@@ -166,11 +191,13 @@ class FeatureStore:
     @property
     def hidden_size(self) -> int:
         """H of the target, as stored."""
+        self.require_features((), False)
         return self._shard(0)["last"].shape[-1]
 
     def teacher(self, row: RowInfo) -> tuple[Tensor, Tensor, Tensor]:
         """(argmax int64 [p], its log-probability float32 [p], log-normaliser float32 [p]) of the
         predicting positions of a row, in order of position."""
+        self.require_features((), False)
         shard, _, _, first, end = self._locate(row)
         part = slice(first, end)
         return shard["argmax"][part].long(), shard["logprob"][part], shard["lognorm"][part]

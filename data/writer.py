@@ -92,11 +92,12 @@ class StoreWriter:
         self,
         number: int,
         key: str,
-        rows: list[tuple[Row, States]],
+        rows: list[tuple[Row, States | None]],
         dropped: dict[str, int] | None = None,
     ) -> dict:
         """Write a shard and return its facts. `rows` may be empty, when all were dropped; `dropped`
-        counts those by reason. Raises RunFailed on a full disk; nothing is left half written."""
+        counts those by reason; states are None in a store of tokens alone. Raises RunFailed on a
+        full disk; nothing is left half written."""
         data = _serialise(lay_out(rows, self.dtype)) if rows else _serialise({})
         facts_file, tensors_file = self._files(number)
         facts = {

@@ -71,6 +71,11 @@ class PrepareConfig(Config):
         "keep", description="what to do with replies that were cut off by their length"
     )
     seed: int = Field(0, ge=0, description="of the sampled replies")
+    features: Literal["stored", "none"] = Field(
+        "stored",
+        description="none: tokens and replies alone, a fraction of the disk; the target is then "
+        "asked for its features while a head is trained or measured",
+    )
     dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
         "bfloat16",
         description="what the features are stored in; int8 takes about half of bfloat16's disk and "
@@ -216,11 +221,16 @@ def _capture(
     if not todo:
         return facts, 0
     waiting = [row for number in todo for row in shards[number]]
-    width = len(layers) * target.hidden_size
+    hidden = target.hidden_size if config.features == "stored" else 0
     everywhere = config.last_states == "everywhere"
     dtype, top = DTYPES[config.dtype], config.teacher_top
-    size = bytes_needed(waiting, target.hidden_size, width, dtype, everywhere, top)
+    size = bytes_needed(waiting, hidden, len(layers) * hidden, dtype, everywhere, top)
     writer.require_space(size)
+    if config.features == "none":
+        for number in todo:
+            rows = [(row, None) for row in shards[number]]
+            facts[number] = writer.write_shard(number, keys[number], rows)
+        return facts, 0
     check_logits(target, waiting[0])
     tokens = sum(len(row.tokens) for row in waiting)
     with progress(tokens, f"capture, {size / 1e6:,.0f} MB", "tokens") as bar:
@@ -241,6 +251,8 @@ def _capture(
 
 
 def _aux_layers(config: PrepareConfig, target: Target) -> tuple[int, ...]:
+    if config.features == "none":
+        return ()
     layers = target.default_aux_layers() if config.aux_layers is None else config.aux_layers
     valid = all(0 <= layer < target.num_layers for layer in layers)
     if not valid or list(layers) != sorted(set(layers)):
@@ -264,8 +276,9 @@ def _settings(
         "source": source_hash(conversations),
         "aux_layers": list(layers),
     }
-    plain = ("max_length", "heldout", "dtype", "last_states", "length_stopped", "shard_tokens")
-    plain += ("batch_tokens",) + ("teacher_top",) * bool(config.teacher_top)
+    plain = ("max_length", "heldout", "dtype", "length_stopped", "shard_tokens")
+    plain += ("features",) if config.features == "none" else ("last_states", "batch_tokens")
+    plain += ("teacher_top",) if config.teacher_top and config.features == "stored" else ()
     asked = (
         "temperature",
         "heldout_temperatures",
