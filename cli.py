@@ -40,6 +40,7 @@ def root(
 
 for command in (
     prepare.prepare,
+    prepare.verify_data,
     train.train_eagle,
     train.train_medusa,
     train.train_mtp,

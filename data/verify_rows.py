@@ -15,6 +15,8 @@ from torch import Tensor
 
 from spectrain.data.verify import Shard
 
+BY_SPLIT = ("rows", "tokens", "supervised_tokens")
+
 
 @dataclass
 class Across:
@@ -75,9 +77,11 @@ class Across:
     def wrong_counts(self, counts: dict) -> str | None:
         """The manifest's counts are those of the rows."""
         told = _flat(counts)
-        for name, value in self.counts.items():
-            if told.get(name) != value:
-                return f"{name}: the manifest says {told.get(name)}, the rows are {value}"
+        by_split = {name for name in told if name.partition(".")[0] in BY_SPLIT}
+        for name in sorted(by_split | set(self.counts)):
+            said, found = told.get(name, 0), self.counts[name]
+            if said != found:
+                return f"{name}: the manifest says {said:,}, the rows say {found:,}"
         return None
 
     def wrong_order(self) -> str | None:
