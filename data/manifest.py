@@ -20,6 +20,7 @@ from spectrain.core.files import read_json, sha256_file
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+KEYS = {"format", "complete", "settings", "about", "counts", "shards"}
 REBUILD = "prepare it again with --overwrite"
 MEND = "run the same `spectrain prepare` again, it makes the damaged part anew"
 
@@ -41,7 +42,7 @@ def read_manifest(path: Path) -> dict | None:
     if not file.is_file():
         return None
     manifest = read_json(file)
-    if not isinstance(manifest, dict) or not {"format", "complete", "settings"} <= set(manifest):
+    if not isinstance(manifest, dict) or KEYS - set(manifest):
         raise SpectrainError("not the manifest of a feature store", where=str(file), fix=REBUILD)
     if manifest["format"] != FORMAT:
         raise SpectrainError(

@@ -2,29 +2,7 @@
 
 R rows, N tokens and P predicting positions of all rows together, A aux width, H hidden size.
 
-=========== ============== =======================================================================
-tensor      shape          meaning
-=========== ============== =======================================================================
-tokens      int32 [N]      the rows, one after the other, never padded
-reply       int16 [N]      n ≥ 1 inside the n-th assistant reply of its row, 0 elsewhere
-offsets     int64 [R+1]    row r is tokens[offsets[r]:offsets[r+1]]
-predicting  int64 [R+1]    row r owns last[predicting[r]:predicting[r+1]], in order of position
-aux         [N, A]         auxiliary states low→mid→high, in the store's dtype; absent when none
-                           asked
-last        [P, H]         the last state after the final norm, in the store's dtype; [N, H] when it
-                           is kept everywhere
-aux_scale   [N, A/G]       of an int8 store: see data/int8.py
-last_scale  [P or N, H/G]
-argmax      int32 [P]      the target's own choice for the next token, over the whole vocabulary
-logprob     float32 [P]    log-probability of that choice
-lognorm     float32 [P]    logsumexp of the target's logits
-top_ids     int32 [P, k]   the k likeliest next tokens, likeliest first; absent when none asked
-top_logprob float16 [P, k] their log-probabilities
-=========== ============== =======================================================================
-
-A store of tokens alone has the first four: the target is asked for the rest when a batch is made
-(data/online.py).
-"""
+=========== ============== ================================================================"""
 
 from __future__ import annotations
 

@@ -142,8 +142,8 @@ class FeatureStore:
         reply = torch.zeros_like(tokens)
         argmax = torch.full_like(tokens, -1)
         starts = torch.arange(longest).repeat(size, 1) if several else None
-        names = ("aux", "last")[not with_aux :] if with_features else ()
-        features: dict[str, Tensor] = {}
+        names = ("aux", "last")[not with_aux :]
+        found: dict[str, Tensor] = {}
         for place, begin, row in _laid_out(bins):
             shard, start, stop, first, end = self._locate(row)
             own = slice(begin, begin + stop - start)
@@ -155,22 +155,21 @@ class FeatureStore:
                 said.add_(reply[place, :begin].max() * (said > 0))
             if starts is not None:
                 starts[place, own] = begin
-            if with_features:
-                argmax[place].index_copy_(0, where, shard["argmax"][first:end].long())
+            if not with_features:
+                continue
+            argmax[place].index_copy_(0, where, shard["argmax"][first:end].long())
             for name in names:
                 if (kept := shard.get(name)) is None:
                     continue
-                if name not in features:
+                if name not in found:
                     dtype = WIDE if kept.dtype == torch.int8 else kept.dtype
-                    features[name] = kept.new_zeros(size, longest, kept.shape[1], dtype=dtype)
+                    found[name] = kept.new_zeros(size, longest, kept.shape[1], dtype=dtype)
                 parts = [(own, slice(start, stop))]
                 if name == "last" and not self.last_everywhere:
                     parts = _stretches(where, first)
                 for to, source in parts:
-                    _read(shard, name, source, features[name][place, to])
-        return Batch(
-            tokens, reply, features.get("aux"), features.get("last"), argmax, starts=starts
-        )
+                    _read(shard, name, source, found[name][place, to])
+        return Batch(tokens, reply, found.get("aux"), found.get("last"), argmax, starts=starts)
 
     def prompt(self, row: RowInfo) -> Tensor:
         """The tokens of a row before its first reply: int64 [n]."""
