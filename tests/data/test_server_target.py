@@ -9,7 +9,7 @@ from chat_server import ChatServer, backend, said
 from spectrain.core.errors import SpectrainError
 from spectrain.data.conversations import Conversation
 from spectrain.data.questions import Question, Unit
-from spectrain.data.tokenise import answered_row, prompt_ids
+from spectrain.data.tokenise import Turn, prompt_ids, turn_rows
 from spectrain.generator.decode import complete
 
 pytestmark = pytest.mark.usefixtures("bare_environment")
@@ -126,15 +126,13 @@ def test_rows_are_those_of_the_target_here(stopping):
         for question, done in zip(unit.questions, complete(stopping, prompts, NEW), strict=True):
             reply = answered[question.place]
             rows = [
-                answered_row(
+                turn_rows(
                     conversations()[question.place],
-                    question.ids,
-                    list(tokens),
+                    [Turn(question.ids, list(tokens), finish)],
                     split="train",
                     temperature=0.0,
-                    finish=finish,
                     max_length=400,
-                )
+                )[0][0]
                 for tokens, finish in ((reply.tokens, reply.finish), (done.tokens, done.finish))
             ]
             assert torch.equal(rows[0].tokens, rows[1].tokens)
