@@ -46,5 +46,13 @@ def read_into(
                 elif not spool.add(conversation, number, place):
                     fates.drop("duplicate", place)
     sizes = spool.sizes(len(sources))
-    spool.choose(quotas(sizes, [source.weight for source in sources], limit), limit)
+    chosen = quotas(sizes, [source.weight for source in sources], limit)
+    if chosen is not None and not all(chosen):
+        raise SpectrainError(
+            f"of its {sizes[chosen.index(0)]} conversations none is taken: the sources have {sizes} "
+            "and their weights must be kept",
+            where=sources[chosen.index(0)].path,
+            fix="leave it out, or give weights and a limit that leave each source one",
+        )
+    spool.choose(chosen, limit)
     return sizes

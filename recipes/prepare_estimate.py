@@ -18,7 +18,6 @@ import torch
 from spectrain.core.files import free_bytes
 from spectrain.core.target import Target
 from spectrain.data.fates import Fates
-from spectrain.data.questions import Backend
 from spectrain.data.reading import read_into
 from spectrain.data.replies import plan_units
 from spectrain.data.rows import RowRules, ask_round, questions_of, rows_of
@@ -28,7 +27,7 @@ from spectrain.generator.answering import OwnTarget
 from spectrain.recipes.prepare_config import PrepareConfig
 
 _PROBE_TOKENS = 2048  # read once to learn how fast the target reads
-_PROBE_REPLY = 16  # tokens of each reply made to learn how fast it answers
+_PROBE_REPLY = 17  # tokens of each reply made to learn how fast it answers
 
 
 @dataclass
@@ -67,8 +66,7 @@ def estimate(
         reading = _reading_rate(target, spool, layers)
         answering = None
         if replies and config.server is None:
-            backend = OwnTarget(target, _PROBE_REPLY, config.top_p)
-            answering = _answering_rate(backend, spool, config)
+            answering = _answering_rate(target, spool, config)
         used = len(spool)
     most = given + asked
     size = 0 if config.features == "none" else _bytes(config, target, layers, most)
@@ -131,14 +129,21 @@ def _reading_rate(target: Target, spool: Spool, layers: tuple[int, ...]) -> floa
     return tokens.numel() / (time.perf_counter() - start)
 
 
-def _answering_rate(backend: Backend, spool: Spool, config: PrepareConfig) -> float:
-    """Tokens per second over all replies of one unit, their prompts from the middle by length."""
+def _answering_rate(target: Target, spool: Spool, config: PrepareConfig) -> float:
+    """Tokens per second over all replies of one unit, its prompts from the middle by length, as if
+    each had config.max_new_tokens: reading the prompts is told apart from the rest."""
     middle = max(0, spool.asked() // 2 - config.reply_batch // 2)
-    questions = islice(questions_of(spool), middle, middle + config.reply_batch)
-    unit = next(plan_units(questions, config.reply_batch, backend.identity, config.seed))
-    start = time.perf_counter()
-    ((_, replies),) = backend.answer([unit])
-    return sum(len(reply.tokens or ()) for reply in replies) / (time.perf_counter() - start)
+    questions = list(islice(questions_of(spool), middle, middle + config.reply_batch))
+    seconds = []
+    for longest in (1, _PROBE_REPLY):
+        backend = OwnTarget(target, longest, config.top_p)
+        unit = next(plan_units(questions, config.reply_batch, backend.identity, config.seed))
+        start = time.perf_counter()
+        list(backend.answer([unit]))
+        seconds.append(time.perf_counter() - start)
+    per_token = (seconds[1] - seconds[0]) / (_PROBE_REPLY - 1)
+    whole = seconds[0] + per_token * (config.max_new_tokens - 1)
+    return len(unit.questions) * config.max_new_tokens / max(whole, 1e-9)
 
 
 def _bytes(config: PrepareConfig, target: Target, layers: tuple[int, ...], most: Extent) -> int:

@@ -22,66 +22,11 @@ from pathlib import Path
 
 from spectrain.core.environment import describe, settle
 
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "that",
-    "for",
-    "it",
-    "as",
-    "was",
-    "with",
-    "be",
-    "by",
-    "on",
-    "not",
-    "he",
-    "his",
-    "but",
-    "at",
-    "are",
-    "this",
-    "have",
-    "from",
-    "or",
-    "had",
-    "an",
-    "they",
-    "which",
-    "one",
-    "you",
-    "were",
-    "her",
-    "all",
-    "she",
-    "there",
-    "would",
-    "their",
-    "we",
-    "him",
-    "been",
-    "has",
-    "when",
-    "who",
-    "will",
-    "apple",
-    "seven",
-    "river",
-    "code",
-    "list",
-    "sum",
-    "print",
-    "letter",
-    "table",
-    "question",
-    "answer",
-    "number",
-    "word",
-]
+WORDS = """
+the of and to in is that for it as was with be by on not he his but at are this have from or had an
+they which one you were her all she there would their we him been has when who will apple seven
+river code list sum print letter table question answer number word
+"""
 MEASURE = """
 import json, resource, sys
 from spectrain.core.config import load_config
@@ -138,11 +83,11 @@ def tiny_target(folder: Path) -> Path:
 def measure(folder: Path, target: Path, rows: int) -> dict:
     """One preparation of so many rows in a process of its own."""
     prompts = folder / f"{rows}.jsonl"
-    chance = random.Random(rows)
+    chance, words = random.Random(rows), WORDS.split()
     with open(prompts, "w") as file:
         for number in range(rows):
-            user = f"{number}: " + " ".join(chance.choices(WORDS, k=chance.randint(5, 20)))
-            reply = " ".join(chance.choices(WORDS, k=chance.randint(10, 40)))
+            user = f"{number}: " + " ".join(chance.choices(words, k=chance.randint(5, 20)))
+            reply = " ".join(chance.choices(words, k=chance.randint(10, 40)))
             messages = [
                 {"role": "user", "content": user},
                 {"role": "assistant", "content": reply},

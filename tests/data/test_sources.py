@@ -181,6 +181,11 @@ def test_what_is_not_there_is_told(places, given, reason):
         list(read_rows(Source(**given)))
 
 
+# The same bytes whenever they are made: they are in the names of tests.
+ARRAY = gzip.compress(b'[{"text": "x"}]', mtime=0)
+CUT = gzip.compress(b"{}\n" * 9, mtime=0)[:-9]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
@@ -189,7 +194,7 @@ def test_what_is_not_there_is_told(places, given, reason):
         ("a.json", b'\xef\xbb\xbf [{"text": "x"}]', "one JSON array, not a row a line"),
         (
             "a.json.gz",
-            gzip.compress(b'[{"text": "x"}]', mtime=0),
+            ARRAY,
             "one JSON array, not a row a line",
         ),
         ("a.csv", b"a,b\n", "a .csv file is not read; convert it to JSONL"),
@@ -197,7 +202,7 @@ def test_what_is_not_there_is_told(places, given, reason):
         ("a.jsonl.gz", b"{}\n", r"a.jsonl.gz:1: not a whole gzip file"),
         (
             "a.jsonl.gz",
-            gzip.compress(b"{}\n" * 9, mtime=0)[:-9],
+            CUT,
             r"a.jsonl.gz:\d+: not a whole gzip file",
         ),
         ("a.parquet", b"PAR1" + b"x" * 99, r"a.parquet: cannot be read as a dataset \(Arrow"),
