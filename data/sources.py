@@ -92,7 +92,8 @@ def read_rows(source: Source) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
         _require_plain(source)
         rows = file_lines(path)
     else:
-        rows = _dataset_rows(place, lambda: _from_hub(source))
+        what = "neither a file or folder here nor a dataset that the hub gives"
+        rows = _dataset_rows(place, lambda: _from_hub(source), what)
     empty = True
     for found in islice(rows, source.rows):
         empty = False
@@ -196,9 +197,9 @@ def _require_plain(source: Source) -> None:
 
 
 def _dataset_rows(
-    place: str, load: Callable[[], Iterable[dict]]
+    place: str, load: Callable[[], Iterable[dict]], failed: str = "cannot be read as a dataset"
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    with _library_errors(place):
+    with _library_errors(place, failed):
         for number, row in enumerate(load()):
             yield f"{place}:{number}", row
 
@@ -246,7 +247,7 @@ def _from_hub(source: Source) -> Iterable[dict[str, Any]]:
 
 
 @contextmanager
-def _library_errors(place: str) -> Iterator[None]:
+def _library_errors(place: str, failed: str) -> Iterator[None]:
     """Whatever the datasets library raises becomes one line about this source."""
     try:
         with disk_errors(place):
@@ -255,7 +256,7 @@ def _library_errors(place: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise SpectrainError(
-            f"cannot be read as a dataset ({_reason(error)})",
+            f"{failed} ({_reason(error)})",
             where=place,
             fix="check path, name and split",
         ) from error

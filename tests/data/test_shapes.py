@@ -49,6 +49,29 @@ def test_all_shapes_are_one_row(jsonl):
     assert fates == {"duplicate": len(ANSWERED) - 1}
 
 
+@pytest.mark.parametrize(
+    ("row", "fate"),
+    [
+        ({"conversations": [{"from": "system", "value": "be kind"}]}, "no-user-turn"),
+        ({"prompt": [SYSTEM], "response": "hello"}, "no-user-turn"),
+        ({"conversations": SHARED[:1]}, "no-assistant-turn"),
+        ({"prompt": "hi", "system": "be kind"}, "no-assistant-turn"),
+        ({"prompt": "hi", "response": None}, "no-assistant-turn"),
+    ],
+)
+def test_turns_without_use_are_counted_in_every_shape(jsonl, row, fate):
+    """Cases 1 and 2."""
+    fates = Counter()
+    found = read_conversations(jsonl(row, ANSWERED["messages"]), False, fates=fates)
+    assert [conversation.messages for conversation in found] == [(USER, REPLY)]
+    assert fates == {fate: 1}
+
+
+def test_turns_stay_in_the_order_they_are_given():
+    """Case 5: two turns of one role are not made one; whether they may be is for the template."""
+    assert parse({"messages": [USER, USER, REPLY]}, False)["messages"] == [USER, USER, REPLY]
+
+
 @pytest.mark.parametrize("key", ["prompt", "question", "instruction", "input"])
 def test_prompt_without_a_reply_is_to_be_answered(jsonl, key):
     (conversation,) = read_conversations(jsonl({key: "hi", "response": None}))

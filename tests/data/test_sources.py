@@ -155,7 +155,7 @@ def test_an_error_in_the_middle_of_a_dataset_is_one_line(monkeypatch):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_dataset_that_cannot_be_had(streaming):
-    with pytest.raises(SpectrainError, match=r"^nobody/nothing\[train\]: cannot be read as a data"):
+    with pytest.raises(SpectrainError, match=r"^nobody/nothing\[train\]: neither a file .* \(Conn"):
         list(read_rows(Source(path="nobody/nothing", streaming=streaming)))
 
 
