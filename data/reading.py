@@ -49,8 +49,8 @@ def read_into(
     chosen = quotas(sizes, [source.weight for source in sources], limit)
     if chosen is not None and not all(chosen):
         raise SpectrainError(
-            f"of its {sizes[chosen.index(0)]} conversations none is taken: the sources have {sizes} "
-            "and their weights must be kept",
+            f"of its {sizes[chosen.index(0)]} conversations none is taken: the sources have "
+            f"{sizes}, and their weights must be kept",
             where=sources[chosen.index(0)].path,
             fix="leave it out, or give weights and a limit that leave each source one",
         )

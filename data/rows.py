@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from spectrain.core.target import Target
 from spectrain.data.conversations import Conversation, split_of
@@ -50,7 +50,7 @@ def source_hash(conversations: Iterable[Conversation]) -> str:
     """16 hex digits over the content and the facts of all conversations."""
     digest = hashlib.sha256()
     for conversation in conversations:
-        digest.update(json.dumps(astuple(conversation), sort_keys=True).encode())
+        digest.update(json.dumps(vars(conversation), sort_keys=True).encode())
     return digest.hexdigest()[:16]
 
 

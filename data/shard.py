@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -88,9 +88,8 @@ class RowInfo:
 
     def as_facts(self) -> dict:
         """For the facts file of a shard; the index is given by the order of the shards."""
-        facts = asdict(self)
-        del facts["index"]
-        return facts
+        # Not dataclasses.asdict, which copies every value: there may be millions of rows.
+        return {name: getattr(self, name) for name in self.__slots__ if name != "index"}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -178,7 +177,7 @@ class Spool:
             "INSERT INTO replies SELECT id, temperature, (SELECT count(*) FROM replies AS earlier "
             "WHERE earlier.id = questions.id AND earlier.temperature = questions.temperature), "
             "prompt, ? FROM questions WHERE place = ?",
-            (json.dumps(asdict(reply)), place),
+            (json.dumps(vars(reply)), place),
         )
 
     def replies(self, name: str, temperature: float) -> list[tuple[list[int], Reply]]:
@@ -236,7 +235,7 @@ class Spool:
 
 
 def _dump(conversation: Conversation) -> str:
-    return json.dumps(asdict(conversation), ensure_ascii=False)
+    return json.dumps(vars(conversation), ensure_ascii=False)
 
 
 def _load(content: str) -> Conversation:

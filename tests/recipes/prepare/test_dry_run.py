@@ -60,5 +60,5 @@ def test_less_is_kept_for_a_family(config):
 
 
 def test_an_unknown_family_is_told_with_those_there_are():
-    with pytest.raises(SpectrainError, match="eagle4.*eagle3"):
+    with pytest.raises(SpectrainError, match=r"eagle4.*eagle3"):
         PrepareConfig(family="eagle4")
