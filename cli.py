@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import spectrain
-from spectrain.commands import generate, measure, prepare, train
+from spectrain.commands import generate, inspect, measure, prepare, train
 from spectrain.core import environment
 
 app = typer.Typer(
@@ -40,6 +40,7 @@ def root(
 
 for command in (
     prepare.prepare,
+    inspect.inspect,
     train.train_eagle,
     train.train_medusa,
     train.train_mtp,

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spectrain.core.errors import SpectrainError
 
-VERBS = ("prepare", "train", "eval", "plan", "check", "generate", "chat", "compare")
+VERBS = ("prepare", "inspect", "train", "eval", "plan", "check", "generate", "chat", "compare")
 SHIPPED = Path(__file__).resolve().parent.parent / "recipes" / "configs"
 
 

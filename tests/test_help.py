@@ -21,6 +21,7 @@ from spectrain.trainer.settings import DEFAULT_EPOCHS
 TRAIN = ("train", "train", "TrainConfig")
 RECIPES = {
     "prepare": ("prepare", "prepare", "PrepareConfig"),
+    "inspect": ("inspect", "inspect", "InspectConfig"),
     **dict.fromkeys(("train-eagle", "train-medusa", "train-mtp", "train-draft"), TRAIN),
     "compare": ("compare", "compare", "CompareConfig"),
     "eval-alpha": ("evaluate", "eval", "EvalConfig"),
@@ -33,6 +34,7 @@ CHOICES = {"version", "stage", "kind"}  # they choose the family (commands/train
 NOT_SETTINGS = {"config", "set_", "json", "help"} | CHOICES
 # What a command cannot do without; it has no default.
 REQUIRED = {
+    "inspect": {"prompts": "prompts.jsonl"},
     "eval-alpha": {"store": "store", "head": "head"},
     "plan": {"store": "store", "head": "head"},
     "generate": {"prompt": "text"},
@@ -41,6 +43,7 @@ REQUIRED = {
 IN_WORDS = {
     ("prepare", "prompts"): (prepare.SHIPPED_PROMPTS, "the shipped prompts"),
     ("prepare", "limit"): (None, "all"),
+    ("inspect", "target"): (None, "the store's, else smollm2-135m"),
     ("generate", "limit"): (None, "all"),
     ("compare", "families"): (None, "all"),
     ("check", "prompts"): (prepare.SHIPPED_PROMPTS, "the shipped prompts"),
