@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import spectrain
-from spectrain.commands import generate, measure, prepare, train
+from spectrain.commands import generate, inspect, measure, prepare, train
 from spectrain.core import environment
 
 app = typer.Typer(
@@ -40,6 +40,7 @@ def root(
 
 for command in (
     prepare.prepare,
+    inspect.inspect,
     prepare.verify_data,
     measure.draft_vocab,
     train.train_eagle,

@@ -33,6 +33,8 @@ def prompts(default: str | None = None) -> Any:
     return option(str, "JSONL file, one conversation a line.", metavar="FILE", default=default)
 
 
+TARGET = "Target model: smollm2-135m, a model folder or a hub id."
+BAD_ROW = "At a line that is no conversation."
 LIMIT = "Use only so many conversations."
 ROWS = "Prompts decoded at the same time."
 TEMPERATURE = "Sampling temperature, 0 = greedy."
@@ -55,14 +57,9 @@ def max_draft(default: str) -> Any:
     return option(int, "Draft positions to measure, from the first.", default=default)
 
 
-Target = option(
-    str,
-    "Target model: smollm2-135m, a model folder or a hub id.",
-    metavar="NAME",
-    default="smollm2-135m",
-)
+Target = option(str, TARGET, metavar="NAME", default="smollm2-135m")
 Limit = option(int, LIMIT, default="all")
-OnBadRow = option(str, "At a line that is no conversation.", metavar="stop|skip", default="stop")
+OnBadRow = option(str, BAD_ROW, metavar="stop|skip", default="stop")
 Seed = option(int, "Seed of everything random.", default="0")
 Overwrite = option(bool, "Replace what other settings made there.", "--overwrite")
 ConfigFile = option(str, "YAML file, or the name of a shipped one.", "--config", metavar="FILE")

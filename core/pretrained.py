@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from spectrain.core import adapter, attention, models
 from spectrain.core.errors import SpectrainError
@@ -53,6 +54,45 @@ def library_model(name: str, dtype: torch.dtype, device: torch.device | str) -> 
             base, _ = _base(Path(source), {})
             return adapter.merge(library_model(base, dtype, device), Path(source)).eval()
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
+
+
+@dataclass(frozen=True)
+class TextSide:
+    """What is known of a target without its weights; max_length in tokens."""
+
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    max_length: int
+
+
+def text_side(name: str) -> TextSide:
+    """The tokenizer of a target and what ends its replies, as `Target.load` has them."""
+    tokenizer, generation, length = _text_parts(name)
+    return TextSide(tokenizer, stop_ids_of(generation, tokenizer), length)
+
+
+def _text_parts(name: str) -> tuple[Any, GenerationConfig, int]:
+    source = models.resolve(name)
+    with models.load_errors(name):
+        if adapter.is_adapter(source):
+            tokenizer, generation, length = _text_parts(_base(Path(source), {})[0])
+            if (Path(source) / "tokenizer_config.json").is_file():
+                tokenizer = AutoTokenizer.from_pretrained(source)
+            return tokenizer, generation, length
+        config = AutoConfig.from_pretrained(source)
+        try:
+            generation = GenerationConfig.from_pretrained(source)
+        except OSError:  # there is no such file
+            generation = GenerationConfig.from_model_config(config)
+        length = int(config.get_text_config(decoder=True).max_position_embeddings)
+        return AutoTokenizer.from_pretrained(source), generation, length
+
+
+def stop_ids_of(generation: GenerationConfig | None, tokenizer) -> tuple[int, ...]:
+    """Every id that ends a reply: the generation config's and the tokenizer's."""
+    own = generation.eos_token_id if generation else None
+    ids = set(own if isinstance(own, (list, tuple)) else [own]) | {tokenizer.eos_token_id}
+    return tuple(sorted(int(i) for i in ids if i is not None))
 
 
 def _base(folder: Path, options: dict[str, Any]) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from spectrain.core.batch import Features, positions_of
 from spectrain.core.cache import KVCache, visible_slots
 from spectrain.core.errors import SpectrainError
 from spectrain.core.packing import pack
-from spectrain.core.pretrained import fingerprint_of, pretrained
+from spectrain.core.pretrained import fingerprint_of, pretrained, stop_ids_of
 from spectrain.core.quantise import quantise, require
 from spectrain.core.readout import Readout
 
@@ -52,7 +52,7 @@ class Target:
         modules = self.decoder.modules()
         learned = any(isinstance(m, nn.Embedding) and m is not table for m in modules)
         self._last_position = self.max_length - 1 if learned else None
-        self.stop_ids = _stop_ids(model, tokenizer)
+        self.stop_ids = stop_ids_of(model.generation_config, tokenizer)
         self.fingerprint = fingerprint or fingerprint_of(model, tokenizer)
 
     @classmethod
@@ -252,10 +252,3 @@ def _dtype(name: str) -> torch.dtype:
     if name not in known:
         raise SpectrainError(f"unknown dtype {name!r}", fix=f"choose one of {', '.join(known)}")
     return known[name]
-
-
-def _stop_ids(model: nn.Module, tokenizer) -> tuple[int, ...]:
-    """Every id that ends a reply: the generation config's and the tokenizer's."""
-    own = model.generation_config.eos_token_id if model.generation_config else None
-    ids = set(own if isinstance(own, (list, tuple)) else [own]) | {tokenizer.eos_token_id}
-    return tuple(sorted(int(i) for i in ids if i is not None))

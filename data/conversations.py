@@ -78,17 +78,21 @@ def read_conversations(
     fates: Counter[str] | None = None,
     keep_order: bool = False,
     texts: bool = False,
+    places: dict[str, list[str]] | None = None,
 ) -> list[Conversation]:
     """Read a JSONL file of conversations, ordered by content hash (or as in the file), each once.
 
     regenerate: see `conversation_of`.
     fates: counts what happened to the rows that are not returned, by reason.
     texts: take plain texts, too, whatever `regenerate` is; else such a line is a bad row.
+    places: gets file:line of every row, by its id if it is returned, else by the reason; of a bad
+    row with what is wrong.
 
     Raises SpectrainError for a missing or empty file, and with file:line for a bad row unless
     `on_bad_row` is "skip".
     """
     fates = Counter() if fates is None else fates
+    places = {} if places is None else places
     chosen: dict[str, tuple[str, Conversation]] = {}
     lines = 0
     for where, line in file_lines(Path(path)):
@@ -101,16 +105,19 @@ def read_conversations(
                     str(error), where=where, fix="repair the line, or --on-bad-row skip"
                 ) from None
             fates["bad-row"] += 1
+            places.setdefault("bad-row", []).append(f"{where} ({error})")
             continue
         reason, conversation = conversation_of(row, regenerate)
         if conversation is None:
             fates[reason] += 1
+            places.setdefault(reason, []).append(where)
             continue
         # Of two equal conversations with unequal facts the choice must not depend on their order.
         rank = rank_of(conversation)
         known = chosen.get(conversation.id)
         if known is not None:
             fates["duplicate"] += 1
+        places.setdefault(conversation.id if known is None else "duplicate", []).append(where)
         if known is None or rank < known[0]:
             chosen[conversation.id] = (rank, conversation)
     if not lines:

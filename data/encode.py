@@ -46,10 +46,8 @@ class _Marks:
 
     def __init__(self, tokenizer) -> None:
         self._known: dict[int, str | None] = {}
-        if not tokenizer.is_fast or getattr(tokenizer, "split_special_tokens", False):
-            self._added = {}
-            return
-        self._added = tokenizer.added_tokens_decoder
+        # A slow tokenizer may do with its parts what it likes.
+        self._added = tokenizer.added_tokens_decoder if tokenizer.is_fast else {}
 
     def text(self, token: int) -> str | None:
         """The text of a mark; None for any other token."""
@@ -64,11 +62,10 @@ class _Marks:
         if added.normalized or added.single_word:  # what follows may change those
             return None
         own = added.content
-        heads = tuple(own[:length] for length in range(1, len(own) + 1))
-        for other in self._added.values():
-            # One that begins before `own` and reaches into it takes its place.
-            if other is not added and (own in other.content or other.content.endswith(heads)):
-                return None
+        if any(own in other.content[:-1] for other in self._added.values()):
+            return None  # a longer one may take its place
+        if any(own.endswith(own[:length]) for length in range(1, len(own))):
+            return None  # "aa": which of "aaa" it is cannot be told
         return own
 
 

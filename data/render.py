@@ -74,7 +74,7 @@ def turn_texts(tokenizer, conversation: Conversation) -> list[TurnText]:
             raise Refused("tools-not-rendered")
         whole = _render(tokenizer, messages[: place + 1], tools)
         reply = _reply(prompt, whole, message)
-        if not reply.lstrip().startswith((message["content"] or "").strip() or "\0"):
+        if not reply.lstrip().startswith((message.get("content") or "").strip() or "\0"):
             _require_generation(tokenizer, before, tools, prompt)
         texts.append(TurnText(prompt, reply))
     return texts
@@ -149,27 +149,27 @@ def _require_generation(tokenizer, messages, tools, prompt: str) -> None:
 def _reply(prompt: str, whole: str, message: dict) -> str:
     """What the target wrote behind `prompt`, where `whole` is the text with `message` as the last;
     nothing of the message is lost."""
-    content = message["content"] or ""
-    reasoning = next((text for name in _REASONING if (text := message.get(name))), "")
+    content = message.get("content") or ""
+    reasoning = next((str(text) for name in _REASONING if (text := message.get(name))), "")
     calls = message.get("tool_calls") or []
     if not calls and not reasoning and not content.strip():
         raise Refused("empty-reply")
-    opened = None if whole.startswith(prompt) else _OPENING.search(prompt)
-    start = len(prompt) if opened is None else opened.start()
-    if not whole.startswith(prompt[:start]):
+    opened = _OPENING.search(prompt)
+    opening = opened[0] if opened else ""
+    goes_on = whole.startswith(prompt)
+    base = prompt if goes_on else prompt.removesuffix(opening)
+    if not whole.startswith(base):
         raise Refused("prefix-mismatch")
-    reply = whole[start:]
+    reply = whole[len(base) :]
     if not _shows(reply, reasoning):
         raise Refused("reasoning-not-rendered")
     if not all(_shows(reply, call.get("function", call).get("name", "")) for call in calls):
         raise Refused("tools-not-rendered")
-    if not _shows(reply, content):
+    if not _shows(opening * goes_on + reply, content):
         reply = _uncut(reply, content)
-    if opened is None:
-        return reply
-    if f"</{opened[1]}>" not in reply:
+    if not goes_on and f"</{opened[1]}>" not in reply:
         raise Refused("prefix-mismatch")  # an answer without the thinking it was asked for
-    return _behind(opened[0], reply)
+    return _behind(opening, reply) if opening else reply
 
 
 def _uncut(reply: str, content: str) -> str:
@@ -181,11 +181,13 @@ def _uncut(reply: str, content: str) -> str:
     closings = re.findall(r"</\w+>", content)
     if not closings:
         raise Refused("text-not-rendered")
-    shown = content.rpartition(closings[-1])[2].strip()
-    rest = reply.lstrip()
-    if not shown or not rest.startswith(shown):
-        raise Refused("reasoning-not-rendered")
-    return reply[: len(reply) - len(rest)] + content.rstrip() + rest[len(shown) :]
+    for closing in closings:
+        answer = content.rpartition(closing)[2]
+        for written, shown in ((content, answer), (content.strip(), answer.strip())):
+            before, found, after = reply.partition(shown) if shown else ("", "nothing", reply)
+            if found and not before.strip():
+                return before + written + after
+    raise Refused("reasoning-not-rendered")
 
 
 def _behind(opening: str, reply: str) -> str:

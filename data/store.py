@@ -171,11 +171,15 @@ class FeatureStore:
                     _read(shard, name, source, found[name][place, to])
         return Batch(tokens, reply, found.get("aux"), found.get("last"), argmax, starts=starts)
 
+    def text(self, row: RowInfo) -> tuple[Tensor, Tensor]:
+        """The tokens of a row and the numbers of its replies, both int64 [T]."""
+        shard, start, stop, _, _ = self._locate(row)
+        return shard["tokens"][start:stop].long(), shard["reply"][start:stop].long()
+
     def prompt(self, row: RowInfo) -> Tensor:
         """The tokens of a row before its first reply: int64 [n]."""
-        shard, start, stop, _, _ = self._locate(row)
-        first = int((shard["reply"][start:stop] > 0).int().argmax())
-        return shard["tokens"][start : start + first].long()
+        tokens, reply = self.text(row)
+        return tokens[: int((reply > 0).int().argmax())]
 
     def bytes_per_token(self, aux_layers: tuple[int, ...], last_everywhere: bool) -> float:
         """Bytes of features per token of the store that a head with these needs reads: auxiliary

@@ -22,6 +22,7 @@ from spectrain.trainer.settings import DEFAULT_EPOCHS
 TRAIN = ("train", "train", "TrainConfig")
 RECIPES = {
     "prepare": ("prepare", "prepare", "PrepareConfig"),
+    "inspect": ("inspect", "inspect", "InspectConfig"),
     "verify-data": ("verify_data", "verify-data", "VerifyConfig"),
     "draft-vocab": ("draft_vocab", "draft-vocab", "DraftVocabConfig"),
     **dict.fromkeys(("train-eagle", "train-medusa", "train-mtp", "train-draft"), TRAIN),
@@ -36,6 +37,7 @@ CHOICES = {"version", "stage", "kind"}  # they choose the family (commands/train
 NOT_SETTINGS = {"config", "set_", "json", "help"} | CHOICES
 # What a command cannot do without; it has no default.
 REQUIRED = {
+    "inspect": {"prompts": "prompts.jsonl"},
     "draft-vocab": {"store": "store"},
     "eval-alpha": {"store": "store", "head": "head"},
     "plan": {"store": "store", "head": "head"},
@@ -48,6 +50,7 @@ IN_WORDS = {
         "the shipped prompts",
     ),
     ("prepare", "limit"): (None, "all"),
+    ("inspect", "target"): (None, "the store's, else smollm2-135m"),
     ("verify-data", "target"): (None, "the store's own"),
     ("generate", "limit"): (None, "all"),
     ("compare", "families"): (None, "all"),

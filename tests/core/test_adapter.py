@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from spectrain.core import adapter, attention, models
 from spectrain.core.errors import SpectrainError
-from spectrain.core.pretrained import library_model
+from spectrain.core.pretrained import library_model, text_side
 from spectrain.core.target import Target
 
 
@@ -79,6 +80,22 @@ def test_the_fingerprint_is_the_base_s_and_the_adapter_s(folder, tiny, tiny_path
     (folder / adapter.CONFIG).write_text(json.dumps(config | {"lora_alpha": 9}))
     prints.add(Target.load(str(folder)).fingerprint)
     assert len(prints) == 4
+
+
+def test_the_text_side_is_that_of_the_loaded_target(folder, tiny_path, tokenizer, tmp_path):
+    """Of a folder, of one without a generation config, of an adapter with and without a tokenizer
+    of its own."""
+    bare = shutil.copytree(tiny_path, tmp_path / "bare")
+    (bare / "generation_config.json").unlink()
+    own = shutil.copytree(folder, tmp_path / "own")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(own)
+    for name in map(str, (tiny_path, bare, folder, own)):
+        target, side = Target.load(name, pack_weights=False), text_side(name)
+        assert (side.stop_ids, side.max_length) == (target.stop_ids, target.max_length)
+        assert side.tokenizer.get_vocab() == target.tokenizer.get_vocab()
+    assert len(side.stop_ids) == 2
 
 
 def test_an_embedded_base_and_an_adapter_on_an_adapter(folder, tmp_path, tiny_path, monkeypatch):

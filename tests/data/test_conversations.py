@@ -178,3 +178,14 @@ def test_any_text_survives(tmp_path_factory, texts):
     path.write_text("".join(json.dumps(row(f"u:{text}")) + "\n" for text in texts))
     found = {c.messages[0]["content"] for c in read_conversations(path)}
     assert found == set(texts)
+
+
+def test_places_of_every_row(jsonl):
+    """Every line is named once: by the id of what it became, or by what it is dropped for."""
+    one = row("u:1", "a:2")
+    path = jsonl(one, row("s:be kind"), b"{", one)
+    places = {}
+    (kept,) = read_conversations(path, on_bad_row="skip", places=places)
+    assert places.pop(kept.id) == [f"{path}:1"]
+    assert places.pop("bad-row")[0].startswith(f"{path}:3 (not valid JSON")
+    assert places == {"no-user-turn": [f"{path}:2"], "duplicate": [f"{path}:4"]}

@@ -23,9 +23,10 @@ def tokenizers():
         wild = made[f"wild {name}"] = copy.deepcopy(made[name])
         wild.add_tokens(
             [
-                AddedToken("a<", normalized=False),
+                AddedToken("a<|u", normalized=False),
                 AddedToken("<|im_end|>ab", normalized=False),
-                AddedToken("<s", normalized=False),
+                AddedToken("b</s>b", normalized=False),
+                AddedToken("bb", normalized=False),
                 AddedToken("apples", normalized=True),
                 AddedToken("|>?", normalized=False, lstrip=True),
                 AddedToken("<|lone|>", normalized=False, single_word=True),
@@ -43,9 +44,12 @@ parts = st.sampled_from(
 @settings(max_examples=50, deadline=None)
 @given(steps=st.lists(st.lists(parts, max_size=8), min_size=1, max_size=4))
 @example(steps=[["<|im_end|>"], ["a", "b"]])  # a longer token takes its place
-@example(steps=[["a", "<|im_end|>", "a"], ["b"]])  # one before it takes its beginning
+@example(steps=[["b", "</s>"], ["b"]])
+@example(steps=[["<|user|>", "a", "<|user|>", "b"], ["b"]])  # another one takes its beginning
+@example(steps=[["b", "b", "b"], ["a"]])
 @example(steps=[["a", "<s>"], [" ", "b"], ["<|user|>"], [" ", "b"]])
 @example(steps=[["?", "<|lone|>"], ["b"]])  # not a token before a letter
+@example(steps=[["é", "?"], ["<unk>", "b"]])
 @example(steps=[["a", "</s>", " ", "b"], [], ["c"]])
 def test_reading_on_is_reading_anew(tokenizers, name, steps):
     tokenizer = tokenizers[name]

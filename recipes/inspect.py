@@ -1,0 +1,297 @@
+"""`spectrain inspect`: what training will see of a source or of a store, and what becomes of the
+rest. Of the target only the tokenizer is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from spectrain.core.config import Config
+from spectrain.core.errors import SpectrainError
+from spectrain.core.pretrained import TextSide, text_side
+from spectrain.data.conversations import Conversation, read_conversations, split_of
+from spectrain.data.shard import Row
+from spectrain.data.store import SPLITS, FeatureStore
+from spectrain.data.tokenise import (
+    Refused,
+    given_rows,
+    prompt_ids,
+    rendering,
+    require_template,
+    text_row,
+)
+from spectrain.recipes.inspect_report import render
+
+__all__ = ["InspectConfig", "render", "run"]
+
+TARGET = "smollm2-135m"
+TO_ANSWER = "to be answered by the target"
+_PLACES = 3  # named of each fate
+
+
+class InspectConfig(Config):
+    """Settings of `inspect`; those that `prepare` has too mean the same there."""
+
+    target: str | None = Field(
+        None, description=f"target, for its tokenizer; default: that of the store, else {TARGET}"
+    )
+    prompts: Path | None = Field(None, description="JSONL of prompts, conversations or plain texts")
+    store: Path | None = Field(None, description="feature store instead")
+    limit: int | None = Field(
+        1000, ge=1, description="only so many conversations, the first in order of content hash"
+    )
+    show: int = Field(3, ge=0, description="rows that are printed, of those that are kept")
+    row: str | None = Field(
+        None, description="print this one alone: its number, from 1, or the beginning of its id"
+    )
+    regenerate: bool | Literal["auto"] = Field("auto", description="as prepare is told")
+    max_length: int = Field(2048, ge=2, description="tokens at which a row is cut")
+    max_new_tokens: int = Field(256, ge=1, description="room that a prompt leaves for its reply")
+    heldout: float = Field(0.1, ge=0, le=1, description="fraction of the prompts for evaluation")
+    on_bad_row: Literal["stop", "skip"] = Field(
+        "skip", description="what to do at a line that is no conversation or text"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> InspectConfig:
+        if (self.store is None) == (self.prompts is None):
+            raise ValueError("give either --prompts FILE or --store FOLDER")
+        return self
+
+
+def run(config: InspectConfig) -> dict[str, Any]:
+    """The report: `rows` (facts of each, with its text as `parts`), `fates` (how many rows ended
+    how, with the first places), and what was read."""
+    return _of_store(config) if config.store else _of_prompts(config)
+
+
+# ── a source ─────────────────────────────────────────────────────────────────
+
+
+def _of_prompts(config: InspectConfig) -> dict[str, Any]:
+    fates: Counter[str] = Counter()
+    places: dict[str, list[str]] = {}
+    found = read_conversations(
+        config.prompts, config.regenerate, config.on_bad_row, fates, texts=True, places=places
+    )
+    name = config.target or TARGET
+    side = text_side(name)
+    if any(conversation.text is None for conversation in found):
+        require_template(side.tokenizer)
+    if config.row is None:
+        chosen = list(enumerate(found[: config.limit], 1))
+    else:
+        chosen = _named(config.row, found)
+    table = _Fates(fates, places)
+    rows = []
+    for number, conversation in chosen:
+        where = places[conversation.id]
+        made, reasons = _rows(config, side, conversation)
+        for reason in reasons:
+            table.add(f"dropped: {reason}", where)
+        for row in made:
+            asked = not conversation.answered
+            table.add(TO_ANSWER if asked else "kept", where, len(row.tokens), row.supervised)
+            if row.truncated:
+                table.add("of these cut at max_length", where, len(row.tokens), row.supervised)
+            if row.finish == "length":
+                table.add("of these with a reply cut off", where, len(row.tokens), row.supervised)
+            if config.row is not None or len(rows) < config.show:
+                rows.append(_facts(number, row, side.tokenizer) | {"places": where[:_PLACES]})
+    return {
+        "target": name,
+        "source": str(config.prompts),
+        "read": f"{len(chosen):,} of {len(found):,} conversations",
+        "note": None,
+        "rows": rows,
+        "fates": table.rows(),
+    }
+
+
+def _rows(
+    config: InspectConfig, side: TextSide, conversation: Conversation
+) -> tuple[list[Row], list[str]]:
+    """What becomes of a conversation; a prompt is a row in which nothing is supervised yet."""
+    import torch
+
+    length = min(config.max_length, side.max_length)
+    given = {"split": split_of(conversation.prompt_id, config.heldout), "max_length": length}
+    if conversation.text is not None:
+        return text_row(side.tokenizer, conversation, **given)
+    if conversation.answered:
+        return given_rows(side.tokenizer, side.stop_ids, conversation, **given)
+    try:
+        longest = min(config.max_length - 1, side.max_length - config.max_new_tokens)
+        ids = prompt_ids(side.tokenizer, conversation, longest)
+    except Refused as refused:
+        return [], [refused.reason]
+    tokens = torch.tensor(ids, dtype=torch.int32)
+    row = Row(
+        conversation.id,
+        given["split"],
+        tokens,
+        torch.zeros(len(ids), dtype=torch.int16),
+        domain=conversation.domain,
+    )
+    return [row], []
+
+
+class _Fates:
+    """Rows counted by what becomes of them."""
+
+    def __init__(self, dropped: Counter[str], places: dict[str, list[str]]) -> None:
+        self._rows: dict[str, dict[str, Any]] = {}
+        for reason, count in sorted(dropped.items()):
+            for place in range(count):
+                self.add(f"dropped: {reason}", places.get(reason, [])[place : place + 1])
+
+    def add(self, fate: str, where: list[str], tokens: int = 0, supervised: int = 0) -> None:
+        row = self._rows.setdefault(
+            fate, {"fate": fate, "rows": 0, "tokens": 0, "supervised": 0, "places": []}
+        )
+        row["rows"] += 1
+        row["tokens"] += tokens
+        row["supervised"] += supervised
+        row["places"] += where[: _PLACES - len(row["places"])]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Kept ones first, then what is worth knowing of them, then the dropped ones."""
+        order = ("kept", TO_ANSWER, "of these", "dropped")
+        return sorted(
+            self._rows.values(),
+            key=lambda row: next(n for n, word in enumerate(order) if row["fate"].startswith(word)),
+        )
+
+
+# ── a store ──────────────────────────────────────────────────────────────────
+
+
+def _of_store(config: InspectConfig) -> dict[str, Any]:
+    store = FeatureStore.open(config.store)
+    name = config.target or store.manifest["about"].get("target")
+    if name is None:
+        raise SpectrainError(
+            "the store does not say which target it is of",
+            where=str(config.store),
+            fix="give --target",
+        )
+    side = text_side(name)
+    infos = [info for split in SPLITS for info in store.rows(split)]
+    if config.row is None:
+        chosen = list(enumerate(infos[: config.show], 1))
+    else:
+        chosen = _named(config.row, infos)
+    rows = []
+    for number, info in chosen:
+        tokens, reply = store.text(info)
+        row = Row(
+            info.id,
+            info.split,
+            tokens,
+            reply,
+            info.domain,
+            info.temperature,
+            info.finish,
+            info.truncated,
+        )
+        rows.append(_facts(number, row, side.tokenizer) | {"places": []})
+    return {
+        "target": name,
+        "source": str(config.store),
+        "read": f"{len(infos):,} rows",
+        "note": _of_another(side.tokenizer, store),
+        "rows": rows,
+        "fates": _stored_fates(store),
+    }
+
+
+def _of_another(tokenizer, store: FeatureStore) -> str | None:
+    own = json.dumps(rendering(tokenizer), sort_keys=True).encode()
+    if hashlib.sha256(own).hexdigest()[:16] == store.manifest["settings"].get("template"):
+        return None
+    return (
+        "this is not the tokenizer or not the chat template that the store was made with: its "
+        "text may come out wrong"
+    )
+
+
+def _stored_fates(store: FeatureStore) -> list[dict[str, Any]]:
+    counts = store.manifest["counts"]
+    table = [
+        {
+            "fate": f"kept, {split}",
+            "rows": counts["rows"][split],
+            "tokens": counts["tokens"][split],
+            "supervised": counts["supervised_tokens"][split],
+        }
+        for split in SPLITS
+    ]
+    table.append({"fate": "of these cut at max_length", "rows": counts["truncated"]})
+    table.append({"fate": "of these with a reply cut off", "rows": counts["length_stopped"]})
+    table += [
+        {"fate": f"dropped: {reason}", "rows": rows}
+        for reason, rows in sorted(counts["dropped"].items())
+    ]
+    return [{"tokens": 0, "supervised": 0, "places": []} | row for row in table]
+
+
+# ── rows as text ─────────────────────────────────────────────────────────────
+
+
+def _named(row: str, found: list) -> list[tuple[int, Any]]:
+    """(number, entry) of the entry of this number, or of those whose id begins so.
+
+    Raises SpectrainError when there is none.
+    """
+    entries = list(enumerate(found, 1))
+    if row.isdecimal() and 1 <= int(row) <= len(found):
+        return [entries[int(row) - 1]]
+    chosen = [entry for entry in entries if entry[1].id.startswith(row)]
+    if not chosen:
+        raise SpectrainError(
+            f"no row {row!r}",
+            where="--row",
+            fix=f"give a number from 1 to {len(found)} or the beginning of an id",
+        )
+    return chosen
+
+
+def _facts(number: int, row: Row, tokenizer) -> dict[str, Any]:
+    """A row for the report."""
+    return {
+        "number": number,
+        "id": row.id,
+        "split": row.split,
+        "domain": row.domain,
+        "tokens": len(row.tokens),
+        "supervised": row.supervised,
+        "temperature": row.temperature,
+        "finish": row.finish,
+        "truncated": row.truncated,
+        "parts": list(_parts(row.tokens.tolist(), row.reply.tolist(), tokenizer)),
+    }
+
+
+def _parts(ids: list[int], reply: list[int], tokenizer) -> Iterator[dict[str, Any]]:
+    """The text in stretches of one kind: reply (its number, 0 outside), special (whether it is made
+    of added tokens, which the tokenizer never splits), text."""
+    added = set(tokenizer.added_tokens_decoder)
+    kinds = [(number, token in added) for token, number in zip(ids, reply, strict=True)]
+    start, before = 0, ""
+    for (number, special), group in groupby(kinds):
+        end = start + len(list(group))
+        # A stretch that is decoded alone may lose the space that it begins with.
+        whole = tokenizer.decode(ids[:end])
+        text = whole.removeprefix(before)
+        if len(text) == len(whole) and before:
+            text = tokenizer.decode(ids[start:end])
+        yield {"reply": number, "special": special, "text": text}
+        start, before = end, whole
