@@ -252,7 +252,8 @@ async def _hang_up(client: Any) -> None:
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        return bool(known) and url.isprintable()
     except ValueError:  # of the port
         return False
 
