@@ -135,7 +135,7 @@ def explain(error: Exception, retries: int, timeout: float) -> SpectrainError:
         return RunFailed(f"the server fails, asked {retries + 1} times {said}", fix=GO_ON)
     return SpectrainError(
         f"the server refuses the request {said}",
-        fix='mend what it names; a field that it does not know is left out by extra {"field": null}',
+        fix='mend what it names; an unknown field is left out by extra {"field": null}',
     )
 
 
