@@ -184,7 +184,7 @@ def _talk(
     if len(talk) > 1 and (last.finish not in ("stop", "length") or not last.text.strip()):
         talk = talk[:-1]  # the turns before it are whole
         last = talk[-1][1]
-    if all(reply.tokens is not None for _, reply in talk):
+    if all(_told(reply, target.stop_ids) for _, reply in talk):
         turns = [Turn(prompt, reply.tokens, reply.finish) for prompt, reply in talk]
         rows, reasons = turn_rows(
             conversation,
@@ -204,6 +204,14 @@ def _talk(
         )
         rows, reasons = _given(target, said, split, rules)
     return [replace(row, loops=_loops(row)) for row in rows], reasons
+
+
+def _told(reply: Reply, stop_ids: tuple[int, ...]) -> bool:
+    """Whether the tokens of a reply are known as they were produced: a server may leave out the
+    end-of-turn token, or stop at a text."""
+    if not reply.tokens:
+        return False
+    return reply.finish != "stop" or reply.tokens[-1] in stop_ids
 
 
 def _loops(row: Row) -> bool:

@@ -34,6 +34,15 @@ def no_network(monkeypatch):
 
 
 @pytest.fixture
+def bare_environment(monkeypatch):
+    """Neither a proxy nor a key from the machine that the tests run on."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+@pytest.fixture
 def ctrl_c_interrupts():
     """SIGINT interrupts this process and those it starts, also where our own parent ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

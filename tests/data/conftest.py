@@ -42,12 +42,3 @@ def store_path(tmp_path, pairs):
         writer.write_shard(1, "second", pairs[4:])
         writer.finish(2)
     return path
-
-
-@pytest.fixture
-def bare_environment(monkeypatch):
-    """Neither a proxy nor a key from the machine that the tests run on."""
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)

@@ -1,10 +1,9 @@
 """A server that is the target itself gives what the target gives here: the whole way over HTTP."""
 
-import threading
-
 import pytest
 import torch
-from chat_server import ChatServer, backend, said
+from chat_server import ChatServer, backend
+from target_server import serve, text_of
 
 from spectrain.core.errors import SpectrainError
 from spectrain.data.conversations import Conversation
@@ -31,12 +30,6 @@ def stopping(tiny, monkeypatch):
     return tiny
 
 
-def text_of(target, done) -> str:
-    """As servers give it: without the end-of-turn token."""
-    tokens = done.tokens[: len(done.tokens) - (done.finish == "stop")]
-    return target.tokenizer.decode(tokens, skip_special_tokens=True)
-
-
 def conversations() -> list[Conversation]:
     messages = [({"role": "user", "content": text},) for text in TEXTS]
     messages.append(
@@ -58,37 +51,6 @@ def units_of(target, temperature=0.0) -> list[Unit]:
         for place, each in enumerate(conversations())
     ]
     return [Unit("a" * 16, tuple(questions[:4])), Unit("b" * 16, tuple(questions[4:]))]
-
-
-def serve(target, tell_ids: bool, system: str = "") -> ChatServer:
-    """A server with the target's template and, if told so, a system prompt of its own."""
-    one_at_a_time = threading.Lock()
-
-    def reply(body: dict) -> dict:
-        messages = body["messages"]
-        if system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        text = target.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-        ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
-        with one_at_a_time:
-            [done] = complete(
-                target,
-                [torch.tensor(ids)],
-                body["max_tokens"],
-                temperature=body["temperature"],
-                top_p=body["top_p"],
-                seed=body["seed"],
-            )
-        answer = said(text_of(target, done), len(ids), done.finish)
-        answer["usage"]["completion_tokens"] = len(done.tokens)
-        if tell_ids:
-            answer["prompt_token_ids"] = ids
-            answer["choices"][0]["token_ids"] = list(done.tokens)
-        return answer
-
-    return ChatServer(reply)
 
 
 def replies_of(server: ChatServer, units: list[Unit]) -> dict[int, object]:
