@@ -8,7 +8,7 @@ from spectrain.commands import options, running
 from spectrain.commands.options import ConfigFile, Json, Overrides, option
 
 Target = option(str, options.TARGET, metavar="NAME", default="the store's, else smollm2-135m")
-Prompts, Store = options.prompts(), options.store()
+Prompts, Store = options.sources(), options.store()
 Limit = option(int, options.LIMIT, default="1000")
 Show = option(int, "Print so many of the rows.", default="3")
 RowName = option(str, "Print this row alone: its number or id.", "--row", metavar="NUMBER|ID")
@@ -36,4 +36,4 @@ def inspect(
       spectrain inspect --prompts prompts.jsonl --target smollm2-135m
       spectrain inspect --store runs/store --row 7
     """
-    running.run("inspect", "inspect", "InspectConfig", ctx.params)
+    running.run("inspect", "inspect", "InspectConfig", ctx.params | {"prompts": prompts or None})

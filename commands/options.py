@@ -35,6 +35,13 @@ def prompts(default: str | None = None) -> Any:
 
 TARGET = "Target model: smollm2-135m, a model folder or a hub id."
 BAD_ROW = "At a line that is no conversation."
+
+
+def sources(default: str | None = None) -> Any:
+    text = "JSONL file, one conversation a line; repeat it, or name parquet files or datasets."
+    return option(list[str], text, "--prompts", metavar="FILE", default=default)
+
+
 LIMIT = "Use only so many conversations."
 ROWS = "Prompts decoded at the same time."
 TEMPERATURE = "Sampling temperature, 0 = greedy."

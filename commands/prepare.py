@@ -19,12 +19,7 @@ from spectrain.commands.options import (
 )
 from spectrain.core.failures import one_line_errors
 
-Prompts = options.option(
-    list[str],
-    "JSONL file, one conversation a line; repeat it, or name parquet files or datasets.",
-    metavar="FILE",
-    default="the shipped prompts",
-)
+Prompts = options.sources("the shipped prompts")
 Family = options.option(str, "Keep only what heads of this family read.", metavar="NAME")
 Server = options.option(str, "Let an OpenAI-compatible server answer.", metavar="URL")
 DryRun = options.option(bool, "Only say what it would take.", "--dry-run")
@@ -47,7 +42,7 @@ MadeBy = options.option(
     default="the store's own",
 )
 WithoutTarget = options.option(bool, "Look at the files alone, load no model.", "--without-target")
-Sample = options.option(int, "Positions at which the target is asked.", default="256")
+Sample = options.option(int, "Reply positions that are looked at closely.", default="256")
 Fetch = options.option(str, "Fetch and convert this one now.", metavar="NAME")
 
 

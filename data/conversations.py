@@ -12,15 +12,11 @@ reordered source gives the same data, and a rerun skips the right rows.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from spectrain.core.errors import SpectrainError
-from spectrain.data.shapes import canonical, parse
-from spectrain.data.sources import file_lines
+from spectrain.data.shapes import canonical
 
 BadRows = Literal["stop", "skip"]
 Regenerate = bool | Literal["auto", "last"]
@@ -69,62 +65,6 @@ class Conversation:
                 message = left.pop(0)
             filled.append(message)
         return None if left else tuple(filled)
-
-
-def read_conversations(
-    path: str | Path,
-    regenerate: Regenerate = "auto",
-    on_bad_row: BadRows = "stop",
-    fates: Counter[str] | None = None,
-    keep_order: bool = False,
-    texts: bool = False,
-    places: dict[str, list[str]] | None = None,
-) -> list[Conversation]:
-    """Read a JSONL file of conversations, ordered by content hash (or as in the file), each once.
-
-    regenerate: see `conversation_of`.
-    fates: counts what happened to the rows that are not returned, by reason.
-    texts: take plain texts, too, whatever `regenerate` is; else such a line is a bad row.
-    places: gets file:line of every row, by its id if it is returned, else by the reason; of a bad
-    row with what is wrong.
-
-    Raises SpectrainError for a missing or empty file, and with file:line for a bad row unless
-    `on_bad_row` is "skip".
-    """
-    fates = Counter() if fates is None else fates
-    places = {} if places is None else places
-    chosen: dict[str, tuple[str, Conversation]] = {}
-    lines = 0
-    for where, line in file_lines(Path(path)):
-        lines += 1
-        try:
-            row = parse(line, texts)
-        except ValueError as error:
-            if on_bad_row == "stop":
-                raise SpectrainError(
-                    str(error), where=where, fix="repair the line, or --on-bad-row skip"
-                ) from None
-            fates["bad-row"] += 1
-            places.setdefault("bad-row", []).append(f"{where} ({error})")
-            continue
-        reason, conversation = conversation_of(row, regenerate)
-        if conversation is None:
-            fates[reason] += 1
-            places.setdefault(reason, []).append(where)
-            continue
-        # Of two equal conversations with unequal facts the choice must not depend on their order.
-        rank = rank_of(conversation)
-        known = chosen.get(conversation.id)
-        if known is not None:
-            fates["duplicate"] += 1
-        places.setdefault(conversation.id if known is None else "duplicate", []).append(where)
-        if known is None or rank < known[0]:
-            chosen[conversation.id] = (rank, conversation)
-    if not lines:
-        raise SpectrainError(
-            "the file is empty", where=str(path), fix='give a JSONL file of {"messages": […]} rows'
-        )
-    return [chosen[key][1] for key in (chosen if keep_order else sorted(chosen))]
 
 
 def split_of(prompt_id: str, heldout: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-_PLACES = 3  # of each reason; a person looks at a few, not at all
+PLACES = 3  # of each reason; a person looks at a few, not at all
 
 
 class Fates(Counter[str]):
@@ -19,5 +19,5 @@ class Fates(Counter[str]):
         self[reason] += 1
         if where is not None:
             known = self.places.setdefault(reason, [])
-            if len(known) < _PLACES:
+            if len(known) < PLACES:
                 known.append(where)

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from spectrain.core.pretrained import library_model
 from spectrain.core.show import WIDTH
-from spectrain.data.conversations import read_conversations
+from spectrain.data.reading import read_conversations
 from spectrain.data.tokenise import require_template
 from spectrain.evaluation import lossless
 from spectrain.generator.sampling import Sampling

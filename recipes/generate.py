@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,9 @@ from torch import Tensor
 from spectrain.core.errors import SpectrainError
 from spectrain.core.progress import main_process, progress
 from spectrain.core.target import Target
-from spectrain.data.conversations import Conversation, read_conversations
+from spectrain.data.conversations import Conversation
+from spectrain.data.fates import Fates
+from spectrain.data.reading import read_conversations
 from spectrain.data.tokenise import Refused, prompt_ids, require_template
 from spectrain.evaluation.race import of_generator, race, speedup, stock, summary
 from spectrain.generator.completion import Completion
@@ -241,7 +242,7 @@ def _conversations(config: GenerateConfig) -> list[Conversation]:
     if config.prompt is not None:
         messages = ({"role": "user", "content": config.prompt},)
         return [Conversation("prompt", "prompt", messages)]
-    fates: Counter[str] = Counter()
+    fates = Fates()
     found = read_conversations(config.prompts, "last", config.on_bad_row, fates, keep_order=True)
     if fates:
         dropped = ", ".join(f"{count} {fate}" for fate, count in fates.most_common())

@@ -6,19 +6,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from spectrain.core.config import Config
+from spectrain.core.config import Config, as_list
 from spectrain.core.errors import SpectrainError
 from spectrain.core.pretrained import TextSide, text_side
-from spectrain.data.conversations import Conversation, read_conversations, split_of
+from spectrain.data.conversations import Conversation, Regenerate, split_of
+from spectrain.data.fates import PLACES, Fates
+from spectrain.data.reading import read_into
 from spectrain.data.shard import Row
+from spectrain.data.sources import Source
+from spectrain.data.spool import Spool
 from spectrain.data.store import SPLITS, FeatureStore
 from spectrain.data.tokenise import (
     Refused,
@@ -34,7 +39,7 @@ __all__ = ["InspectConfig", "render", "run"]
 
 TARGET = "smollm2-135m"
 TO_ANSWER = "to be answered by the target"
-_PLACES = 3  # named of each fate
+T = TypeVar("T")
 
 
 class InspectConfig(Config):
@@ -43,7 +48,9 @@ class InspectConfig(Config):
     target: str | None = Field(
         None, description=f"target, for its tokenizer; default: that of the store, else {TARGET}"
     )
-    prompts: Path | None = Field(None, description="JSONL of prompts, conversations or plain texts")
+    prompts: Annotated[tuple[Source, ...], BeforeValidator(as_list)] = Field(
+        (), description="files or datasets of prompts, conversations or plain texts"
+    )
     store: Path | None = Field(None, description="feature store instead")
     limit: int | None = Field(
         1000, ge=1, description="only so many conversations, the first in order of content hash"
@@ -52,7 +59,7 @@ class InspectConfig(Config):
     row: str | None = Field(
         None, description="print this one alone: its number, from 1, or the beginning of its id"
     )
-    regenerate: bool | Literal["auto"] = Field("auto", description="as prepare is told")
+    regenerate: Regenerate = Field("auto", description="as prepare is told")
     max_length: int = Field(2048, ge=2, description="tokens at which a row is cut")
     max_new_tokens: int = Field(256, ge=1, description="room that a prompt leaves for its reply")
     heldout: float = Field(0.1, ge=0, le=1, description="fraction of the prompts for evaluation")
@@ -62,7 +69,7 @@ class InspectConfig(Config):
 
     @model_validator(mode="after")
     def _one_source(self) -> InspectConfig:
-        if (self.store is None) == (self.prompts is None):
+        if (self.store is None) == (not self.prompts):
             raise ValueError("give either --prompts FILE or --store FOLDER")
         return self
 
@@ -77,39 +84,33 @@ def run(config: InspectConfig) -> dict[str, Any]:
 
 
 def _of_prompts(config: InspectConfig) -> dict[str, Any]:
-    fates: Counter[str] = Counter()
-    places: dict[str, list[str]] = {}
-    found = read_conversations(
-        config.prompts, config.regenerate, config.on_bad_row, fates, texts=True, places=places
-    )
+    table = _Fates()
     name = config.target or TARGET
     side = text_side(name)
-    if any(conversation.text is None for conversation in found):
-        require_template(side.tokenizer)
-    if config.row is None:
-        chosen = list(enumerate(found[: config.limit], 1))
-    else:
-        chosen = _named(config.row, found)
-    table = _Fates(fates, places)
-    rows = []
-    for number, conversation in chosen:
-        where = places[conversation.id]
-        made, reasons = _rows(config, side, conversation)
-        for reason in reasons:
-            table.add(f"dropped: {reason}", where)
-        for row in made:
-            asked = not conversation.answered
-            table.add(TO_ANSWER if asked else "kept", where, len(row.tokens), row.supervised)
-            if row.truncated:
-                table.add("of these cut at max_length", where, len(row.tokens), row.supervised)
-            if row.finish == "length":
-                table.add("of these with a reply cut off", where, len(row.tokens), row.supervised)
-            if config.row is not None or len(rows) < config.show:
-                rows.append(_facts(number, row, side.tokenizer) | {"places": where[:_PLACES]})
+    with TemporaryDirectory() as folder, Spool(Path(folder)) as spool:
+        read_into(spool, config.prompts, config.regenerate, config.on_bad_row, None, table.dropped)
+        total = len(spool)
+        chosen = enumerate(spool.conversations(), 1)
+        if config.row is None:
+            chosen = islice(chosen, config.limit)
+        else:
+            chosen = _named(config.row, chosen, total, lambda found: found[1].id)
+        rows, read = [], 0
+        for number, (place, conversation) in chosen:
+            read += 1
+            if conversation.text is None:
+                require_template(side.tokenizer)
+            made, reasons = _rows(config, side, conversation)
+            for reason in reasons:
+                table.dropped.drop(reason, place)
+            for row in made:
+                table.keep(row, place, asked=not conversation.answered)
+                if config.row is not None or len(rows) < config.show:
+                    rows.append(_facts(number, row, side.tokenizer) | {"places": [place]})
     return {
         "target": name,
-        "source": str(config.prompts),
-        "read": f"{len(chosen):,} of {len(found):,} conversations",
+        "source": ", ".join(source.path for source in config.prompts),
+        "read": f"{read:,} of {total:,} conversations",
         "note": None,
         "rows": rows,
         "fates": table.rows(),
@@ -130,7 +131,8 @@ def _rows(
         return given_rows(side.tokenizer, side.stop_ids, conversation, **given)
     try:
         longest = min(config.max_length - 1, side.max_length - config.max_new_tokens)
-        ids = prompt_ids(side.tokenizer, conversation, longest)
+        asked = replace(conversation, messages=conversation.prompt([]))  # its first reply
+        ids = prompt_ids(side.tokenizer, asked, longest)
     except Refused as refused:
         return [], [refused.reason]
     tokens = torch.tensor(ids, dtype=torch.int32)
@@ -147,28 +149,46 @@ def _rows(
 class _Fates:
     """Rows counted by what becomes of them."""
 
-    def __init__(self, dropped: Counter[str], places: dict[str, list[str]]) -> None:
-        self._rows: dict[str, dict[str, Any]] = {}
-        for reason, count in sorted(dropped.items()):
-            for place in range(count):
-                self.add(f"dropped: {reason}", places.get(reason, [])[place : place + 1])
+    def __init__(self) -> None:
+        self.dropped = Fates()
+        self._kept: dict[str, dict[str, Any]] = {}
 
-    def add(self, fate: str, where: list[str], tokens: int = 0, supervised: int = 0) -> None:
-        row = self._rows.setdefault(
+    def keep(self, row: Row, place: str, asked: bool) -> None:
+        """Count a row that training will see, or a prompt that is asked first."""
+        self._add(TO_ANSWER if asked else "kept", row, place)
+        if row.truncated:
+            self._add("of these cut at max_length", row, place)
+        if row.finish == "length":
+            self._add("of these with a reply cut off", row, place)
+
+    def _add(self, fate: str, row: Row, place: str) -> None:
+        counts = self._kept.setdefault(
             fate, {"fate": fate, "rows": 0, "tokens": 0, "supervised": 0, "places": []}
         )
-        row["rows"] += 1
-        row["tokens"] += tokens
-        row["supervised"] += supervised
-        row["places"] += where[: _PLACES - len(row["places"])]
+        counts["rows"] += 1
+        counts["tokens"] += len(row.tokens)
+        counts["supervised"] += row.supervised
+        if len(counts["places"]) < PLACES:
+            counts["places"].append(place)
 
     def rows(self) -> list[dict[str, Any]]:
         """Kept ones first, then what is worth knowing of them, then the dropped ones."""
-        order = ("kept", TO_ANSWER, "of these", "dropped")
-        return sorted(
-            self._rows.values(),
+        order = ("kept", TO_ANSWER, "of these")
+        kept = sorted(
+            self._kept.values(),
             key=lambda row: next(n for n, word in enumerate(order) if row["fate"].startswith(word)),
         )
+        dropped = [
+            {
+                "fate": f"dropped: {reason}",
+                "rows": rows,
+                "tokens": 0,
+                "supervised": 0,
+                "places": self.dropped.places.get(reason, []),
+            }
+            for reason, rows in sorted(self.dropped.items())
+        ]
+        return kept + dropped
 
 
 # ── a store ──────────────────────────────────────────────────────────────────
@@ -188,7 +208,7 @@ def _of_store(config: InspectConfig) -> dict[str, Any]:
     if config.row is None:
         chosen = list(enumerate(infos[: config.show], 1))
     else:
-        chosen = _named(config.row, infos)
+        chosen = _named(config.row, enumerate(infos, 1), len(infos), lambda info: info.id)
     rows = []
     for number, info in chosen:
         tokens, reply = store.text(info)
@@ -246,20 +266,22 @@ def _stored_fates(store: FeatureStore) -> list[dict[str, Any]]:
 # ── rows as text ─────────────────────────────────────────────────────────────
 
 
-def _named(row: str, found: list) -> list[tuple[int, Any]]:
-    """(number, entry) of the entry of this number, or of those whose id begins so.
-
-    Raises SpectrainError when there is none.
-    """
-    entries = list(enumerate(found, 1))
-    if row.isdecimal() and 1 <= int(row) <= len(found):
-        return [entries[int(row) - 1]]
-    chosen = [entry for entry in entries if entry[1].id.startswith(row)]
+def _named(
+    row: str, entries: Iterable[tuple[int, T]], total: int, id_of: Callable[[T], str]
+) -> list[tuple[int, T]]:
+    """The entry of this number, or those whose id begins so. Raises SpectrainError when there is
+    none."""
+    number = int(row) if row.isdecimal() else 0
+    chosen = [
+        (place, found)
+        for place, found in entries
+        if (place == number if 1 <= number <= total else id_of(found).startswith(row))
+    ]
     if not chosen:
         raise SpectrainError(
             f"no row {row!r}",
             where="--row",
-            fix=f"give a number from 1 to {len(found)} or the beginning of an id",
+            fix=f"give a number from 1 to {total} or the beginning of an id",
         )
     return chosen
 

@@ -17,8 +17,8 @@ from spectrain.core.environment import describe
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import require_writable
 from spectrain.core.target import Target
-from spectrain.data.conversations import read_conversations
 from spectrain.data.online import with_features
+from spectrain.data.reading import read_conversations
 from spectrain.data.shard import RowInfo
 from spectrain.data.store import FeatureStore
 from spectrain.data.tokenise import Refused, prompt_ids, require_template

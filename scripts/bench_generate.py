@@ -160,7 +160,7 @@ def main() -> None:
     options = arguments()
     settle()
     from spectrain.core.target import Target
-    from spectrain.data.conversations import read_conversations
+    from spectrain.data.reading import read_conversations
     from spectrain.heads.io import load_head
     from spectrain.recipes.drafting import make_ready
     from spectrain.recipes.generate import ids_of

@@ -118,11 +118,12 @@ def _call(command: list[str]) -> int:
 
 def write_heldout(story: Story) -> None:
     """The held-out prompts as a file for `generate`: what `prepare` kept away from training."""
-    from spectrain.data.conversations import read_conversations, split_of
+    from spectrain.data.conversations import split_of
+    from spectrain.data.reading import read_conversations
     from spectrain.recipes.prepare import PrepareConfig
 
     config = load_config(PrepareConfig, "prepare", story.config)
-    rows = read_conversations(config.prompts, config.regenerate)[: config.limit]
+    rows = read_conversations(config.prompts[0].path, config.regenerate)[: config.limit]
     lines = [
         json.dumps({"messages": list(row.messages), "domain": row.domain}, ensure_ascii=False)
         for row in rows

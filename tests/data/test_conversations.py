@@ -1,14 +1,15 @@
 """Reading conversations: nothing is lost without being counted, nothing depends on file order."""
 
 import json
-from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spectrain.core.errors import SpectrainError
-from spectrain.data.conversations import read_conversations, split_of
+from spectrain.data.conversations import split_of
+from spectrain.data.fates import Fates
+from spectrain.data.reading import read_conversations
 
 
 def row(*turns, **more):
@@ -19,7 +20,7 @@ def row(*turns, **more):
 def test_turns_without_use_are_counted_by_reason(jsonl):
     """Cases 1 and 2: system only and (when replies are not made) user only teach nothing."""
     path = jsonl(row("s:be kind"), row("u:hi"), row("u:hi", "a:hello"), row("a:welcome", "u:hi"))
-    fates = Counter()
+    fates = Fates()
     kept = read_conversations(path, regenerate=False, fates=fates)
     assert [c.messages[-1]["content"] for c in kept] == ["hello"]
     assert fates == {"no-user-turn": 1, "no-assistant-turn": 2}
@@ -47,7 +48,7 @@ def test_where_a_conversation_is_cut(jsonl, regenerate, turns, answered):
 def test_order_and_duplicates_of_the_source_do_not_matter(jsonl):
     """Case 13: rows are known by their content, also when equal rows carry unequal facts."""
     rows = [row(f"u:question {n}", domain=d) for n in range(9) for d in ("chat", "code")]
-    fates = Counter()
+    fates = Fates()
     forward = read_conversations(jsonl(*rows), fates=fates)
     backward = read_conversations(jsonl(*rows[::-1], *rows[:4], name="other.jsonl"))
     assert forward == backward
@@ -96,7 +97,7 @@ def test_bad_row_names_its_line_or_is_counted(jsonl, line):
     path = jsonl(row("u:good"), b"", line)
     with pytest.raises(SpectrainError, match=rf"{path.name}:3: .*--on-bad-row skip"):
         read_conversations(path)
-    fates = Counter()
+    fates = Fates()
     assert len(read_conversations(path, on_bad_row="skip", fates=fates)) == 1
     assert fates == {"bad-row": 1}
 
@@ -134,7 +135,7 @@ def test_plain_texts_where_they_are_welcome(jsonl):
     rows = [{"text": f"document {n}", "domain": "web"} for n in range(3)]
     path = jsonl(*rows, rows[0], row("u:hi", "a:hello", text="ignored"), row("u:hello"))
     for regenerate in (True, False, "auto"):
-        fates = Counter()
+        fates = Fates()
         found = read_conversations(path, regenerate, fates=fates, texts=True)
         assert fates["duplicate"] == 1
         texts = [c for c in found if c.text is not None]
@@ -160,7 +161,7 @@ def test_bad_text_names_its_line(jsonl, line, message):
     path = jsonl({"text": "good"}, line)
     with pytest.raises(SpectrainError, match=f"{path.name}:2: .*{message}"):
         read_conversations(path, texts=True)
-    fates = Counter()
+    fates = Fates()
     assert len(read_conversations(path, on_bad_row="skip", fates=fates, texts=True)) == 1
     assert fates == {"bad-row": 1}
 
@@ -178,14 +179,3 @@ def test_any_text_survives(tmp_path_factory, texts):
     path.write_text("".join(json.dumps(row(f"u:{text}")) + "\n" for text in texts))
     found = {c.messages[0]["content"] for c in read_conversations(path)}
     assert found == set(texts)
-
-
-def test_places_of_every_row(jsonl):
-    """Every line is named once: by the id of what it became, or by what it is dropped for."""
-    one = row("u:1", "a:2")
-    path = jsonl(one, row("s:be kind"), b"{", one)
-    places = {}
-    (kept,) = read_conversations(path, on_bad_row="skip", places=places)
-    assert places.pop(kept.id) == [f"{path}:1"]
-    assert places.pop("bad-row")[0].startswith(f"{path}:3 (not valid JSON")
-    assert places == {"no-user-turn": [f"{path}:2"], "duplicate": [f"{path}:4"]}

@@ -65,9 +65,8 @@ def test_places_of_what_is_dropped(tmp_path):
     _, sizes, fates = read(tmp_path, [Source(path=str(path))], on_bad_row="skip")
     assert sizes == [2]
     assert fates == {"bad-row": 5, "duplicate": 1}
-    assert fates.places == {
-        "bad-row": [f"{path}:{line}" for line in (2, 4, 5)],
-        "duplicate": [f"{path}:3"],
-    }
+    bad = [place.split(" (not valid JSON")[0] for place in fates.places.pop("bad-row")]
+    assert bad == [f"{path}:{line}" for line in (2, 4, 5)]
+    assert fates.places == {"duplicate": [f"{path}:3"]}
     with pytest.raises(SpectrainError, match=f"{path}:2: not valid JSON"):
         read(tmp_path, [Source(path=str(path))])

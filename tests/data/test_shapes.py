@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spectrain.data.conversations import read_conversations
+from spectrain.data.fates import Fates
+from spectrain.data.reading import read_conversations
 from spectrain.data.shapes import parse
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -44,7 +44,7 @@ def test_one_conversation_in_many_shapes(row):
 
 def test_all_shapes_are_one_row(jsonl):
     """Case 13: what is known by its content is found again in another file of another shape."""
-    fates = Counter()
+    fates = Fates()
     assert len(read_conversations(jsonl(*ANSWERED.values()), fates=fates)) == 1
     assert fates == {"duplicate": len(ANSWERED) - 1}
 
@@ -61,7 +61,7 @@ def test_all_shapes_are_one_row(jsonl):
 )
 def test_turns_without_use_are_counted_in_every_shape(jsonl, row, fate):
     """Cases 1 and 2."""
-    fates = Counter()
+    fates = Fates()
     found = read_conversations(jsonl(row, ANSWERED["messages"]), False, fates=fates)
     assert [conversation.messages for conversation in found] == [(USER, REPLY)]
     assert fates == {fate: 1}

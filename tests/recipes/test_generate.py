@@ -13,7 +13,7 @@ from tiny_models import make_head, save_tiny
 from spectrain.core.config import load_config
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
-from spectrain.data.conversations import read_conversations
+from spectrain.data.reading import read_conversations
 from spectrain.data.tokenise import prompt_ids
 from spectrain.generator.costs import Costs, machine
 from spectrain.generator.decode import complete

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from spectrain import cli
 from spectrain.core.config import load_config
 from spectrain.core.errors import SpectrainError
-from spectrain.data.conversations import read_conversations
+from spectrain.data.reading import read_conversations
 from spectrain.data.store import FeatureStore
 from spectrain.data.tokenise import given_rows
 from spectrain.data.writer import StoreWriter
@@ -141,7 +141,7 @@ def test_every_row_has_a_fate_and_a_place(report, tmp_path):
     path = tmp_path / "rows.jsonl"
     assert fates["dropped: duplicate"]["places"] == [f"{path}:5"]
     assert fates["dropped: empty-reply"]["places"] == [f"{path}:4"]
-    assert fates["dropped: bad-row"]["places"][0].startswith(f"{path}:9 (not a conversation")
+    assert fates["dropped: bad-row"]["places"][0].startswith(f"{path}:9 (messages is a string")
     text = printed(found)
     assert f"dropped: empty-reply:\n  {path}:4" in text.replace("\n  /", "\n  /")
     assert list(fates)[:2] == ["kept", "to be answered by the target"]

@@ -12,7 +12,7 @@ from tiny_models import make_head
 
 from spectrain.core.config import load_config
 from spectrain.core.errors import SpectrainError
-from spectrain.data.conversations import read_conversations
+from spectrain.data.reading import read_conversations
 from spectrain.data.store import FeatureStore
 from spectrain.data.tokenise import prompt_ids
 from spectrain.evaluation.measure import measure
