@@ -111,7 +111,8 @@ def _teacher(target: Target, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for part in last.split(LOGIT_ROWS):
         logits = target.logits(part).float()
         value, index = logits.max(-1)
-        norm = logits.logsumexp(-1)
+        # As logsumexp, which would look for the maximum again and copy twice.
+        norm = value + logits.sub_(value[:, None]).exp_().sum(-1).log()
         chosen.append(index.to(torch.int32))
         best.append(value - norm)
         norms.append(norm)
