@@ -22,7 +22,7 @@ DEFINITIONS = {
     "trunk": "the same without any logits",
     "needed": "the trunk, and the logits of the rows that predict a reply: what capture cannot do "
     "without",
-    "capture": "as `prepare` does it: three auxiliary layers, the last state at every position, the "
+    "capture": "as `prepare` does it: three auxiliary layers, the last state everywhere, the "
     "target's choice with its probability and the log-normaliser before every reply token",
     "written": "capture, and the shards on disk (serialised, hashed, flushed)",
     "tokens_per_second": "tokens without padding, medians of the rounds",
