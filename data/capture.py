@@ -117,12 +117,13 @@ def teacher(target: Target, last: Tensor, top_k: int = 0) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {}
     for logits in _logits(target, last):
         value, index = logits.max(-1)
-        norm = logits.logsumexp(-1)
+        top = logits.topk(top_k) if top_k else None
+        # As logsumexp, which would look for the maximum again and copy twice.
+        norm = value + logits.sub_(value[:, None]).exp_().sum(-1).log()
         facts = {"argmax": index.to(torch.int32), "logprob": value - norm, "lognorm": norm}
-        if top_k:
-            values, ids = logits.topk(top_k)
-            facts["top_ids"] = ids.to(torch.int32)
-            facts["top_logprob"] = (values - norm[:, None]).to(torch.float16)
+        if top is not None:
+            facts["top_ids"] = top.indices.to(torch.int32)
+            facts["top_logprob"] = (top.values - norm[:, None]).to(torch.float16)
         for name, fact in facts.items():
             found.setdefault(name, []).append(fact)
     return {name: torch.cat(parts).cpu() for name, parts in found.items()}

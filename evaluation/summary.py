@@ -74,6 +74,25 @@ def summarise(conversations: Sequence[Conversation], steps: int, seed: int) -> d
     }
 
 
+def differences(
+    one: Sequence[Conversation], other: Sequence[Conversation], steps: int, seed: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Marginal acceptance by position and τ by length of draft, `one` less `other`, both measured
+    on the same conversations in the same order: what is drawn for an interval are pairs."""
+    pairs = zip(one, other, strict=True)
+    both = [{"one": _sums(a, steps), "other": _sums(b, steps)} for a, b in pairs]
+    sums = _stack([{f"{who} {n}": v for who in p for n, v in p[who].items()} for p in both])
+
+    def less(top: str, bottom: str) -> list[dict[str, Any]]:
+        def statistic(s: dict[str, Floats]) -> Floats:
+            mine, theirs = (ratio(s[f"{w} {top}"], s[f"{w} {bottom}"]) for w in ("one", "other"))
+            return mine - theirs
+
+        return intervals(sums, statistic, seed)
+
+    return {"marginal": less("beta", "anchors"), "tau": less("tokens", "forwards")}
+
+
 def by_domain(
     conversations: Sequence[Conversation], steps: int, seed: int
 ) -> dict[str, dict[str, Any]]:

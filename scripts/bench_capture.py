@@ -2,9 +2,7 @@
 
     python scripts/bench_capture.py [--target smollm2-135m] [--rows 48] [--rounds 3]
 
-Three things take turns over the same padded batches: the model's own forward with the logits of
-every position (what "a forward" of a language model is), its trunk alone, and capture as `prepare`
-does it (three auxiliary layers, the last state, teacher facts on the rows that predict a reply).
+Five things take turns over the same padded batches; see DEFINITIONS.
 """
 
 from __future__ import annotations
@@ -12,31 +10,35 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
+from pathlib import Path
 
 from spectrain.core.environment import describe, settle
 
+SHARD_TOKENS = 16384  # as `prepare` cuts them
+DEFINITIONS = {
+    "forward": "the model's own forward, with the logits of every position",
+    "trunk": "the same without any logits",
+    "needed": "the trunk, and the logits of the rows that predict a reply: what capture cannot do "
+    "without",
+    "capture": "as `prepare` does it: three auxiliary layers, the last state everywhere, the "
+    "target's choice with its probability and the log-normaliser before every reply token",
+    "written": "capture, and the shards on disk (serialised, hashed, flushed)",
+    "tokens_per_second": "tokens without padding, medians of the rounds",
+    "x over y": "how many times as fast x is; and the same for each round, sorted",
+}
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--rows", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batch-tokens", type=int, default=4096)
-    options = parser.parse_args()
-    settle()
 
+def random_rows(count: int) -> list:
+    """Lengths of chat: 60 to 160 tokens of prompt, 40 to 110 of reply."""
     import torch
 
-    from spectrain.core.target import Target
-    from spectrain.data.capture import batches, capture
     from spectrain.data.shard import Row
 
-    target = Target.load(options.target)
     random = torch.Generator().manual_seed(0)
     rows = []
-    for number in range(options.rows):
-        # Lengths of chat: 60 to 160 tokens of prompt, 40 to 110 of reply.
+    for number in range(count):
         before, after = (
             int(torch.randint(low, high, (), generator=random))
             for low, high in ((60, 160), (40, 110))
@@ -44,44 +46,112 @@ def main() -> None:
         tokens = torch.randint(3, 1000, (before + after,), generator=random, dtype=torch.int32)
         reply = torch.tensor([0] * before + [1] * after, dtype=torch.int16)
         rows.append(Row(id=f"{number:016x}", split="train", tokens=tokens, reply=reply))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--dtype", default="auto", help="what the target computes in")
+    parser.add_argument("--rows", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    options = parser.parse_args()
+    settle()
+
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    from spectrain.core.batch import predicting
+    from spectrain.core.target import Target
+    from spectrain.data.capture import LOGIT_ROWS, batches, capture
+    from spectrain.data.shard import key_of, plan_shards
+    from spectrain.data.writer import StoreWriter
+
+    target = Target.load(options.target, dtype=options.dtype)
+    rows = random_rows(options.rows)
+    shards = plan_shards(rows, SHARD_TOKENS)
     layers = target.default_aux_layers()
     groups = []
-    for places in batches(rows, options.batch_tokens):
-        parts = [rows[place].tokens.long() for place in places]
-        groups.append(torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).to(target.device))
+    for shard in shards:
+        for places in batches(shard, options.batch_tokens):
+            tokens, reply = (
+                pad_sequence([getattr(shard[p], name).long() for p in places], batch_first=True)
+                for name in ("tokens", "reply")
+            )
+            groups.append((tokens.to(target.device), predicting(reply).to(target.device)))
 
     @torch.inference_mode()
     def forward() -> None:
-        for tokens in groups:
+        for tokens, _ in groups:
             target.logits(target.forward(tokens).last)
 
     @torch.inference_mode()
     def trunk() -> None:
-        for tokens in groups:
+        for tokens, _ in groups:
             target.forward(tokens)
 
-    def captured() -> None:
-        for _ in capture(target, rows, layers, torch.bfloat16, options.batch_tokens):
-            pass
+    @torch.inference_mode()
+    def needed() -> None:
+        for tokens, where in groups:
+            for part in target.forward(tokens).last[where].split(LOGIT_ROWS):
+                target.logits(part)
 
-    methods = {"forward": forward, "trunk": trunk, "capture": captured}
+    def captured(shard):
+        found = capture(target, shard, layers, torch.bfloat16, options.batch_tokens, True)
+        states = {place: (one.row, one.states) for place, one in found}
+        return [states[place] for place in sorted(states)]
+
+    def captured_only() -> None:
+        for shard in shards:
+            captured(shard)
+
+    def written() -> None:
+        settings = {"dtype": "bfloat16", "target": {"fingerprint": target.fingerprint}}
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            StoreWriter.claim(Path(folder), settings) as writer,
+        ):
+            for number, shard in enumerate(shards):
+                writer.write_shard(number, key_of(shard), captured(shard))
+
+    methods = {
+        "forward": forward,
+        "trunk": trunk,
+        "needed": needed,
+        "capture": captured_only,
+        "written": written,
+    }
     seconds: dict[str, list[float]] = {name: [] for name in methods}
-    trunk()
-    for _ in range(options.rounds):
-        for name, method in methods.items():
+    names = list(methods)
+    for turn in range(options.rounds + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
             started = time.perf_counter()
-            method()
+            methods[name]()
             if target.device.type == "cuda":
                 torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - started)
+            if turn:  # the first warms up
+                seconds[name].append(time.perf_counter() - started)
     tokens = sum(len(row.tokens) for row in rows)
     rates = {name: tokens / statistics.median(values) for name, values in seconds.items()}
+
+    def over(name: str, other: str) -> dict[str, float | list[float]]:
+        pairs = zip(seconds[other], seconds[name], strict=True)
+        ratios = sorted(theirs / own for theirs, own in pairs)
+        return {"value": rates[name] / rates[other], "rounds": ratios}
+
     report = {
-        "tokens_per_second": {name: round(rate, 1) for name, rate in rates.items()},
-        "capture_over_forward": round(rates["capture"] / rates["forward"], 3),
-        "capture_over_trunk": round(rates["capture"] / rates["trunk"], 3),
-        "definition": "tokens without padding; medians of the rounds; forward has the logits of "
-        "every position, capture those of the rows that predict a reply",
+        "tokens": tokens,
+        "padded_tokens": sum(tokens.numel() for tokens, _ in groups),
+        "predicting_rows": sum(int(where.sum()) for _, where in groups),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "tokens_per_second": rates,
+        "over": {
+            f"{name} over {other}": over(name, other)
+            for name in ("capture", "written")
+            for other in ("forward", "needed", "trunk")
+        },
+        "definitions": DEFINITIONS,
         "environment": describe(target.device),
     }
     print(json.dumps(report, indent=1))
