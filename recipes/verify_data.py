@@ -203,7 +203,7 @@ def _as_counted(record: dict, shard: Shard) -> str | None:
 def _ask(config: VerifyConfig, target: Target, findings: Findings) -> None:
     """What the target says; only of a store whose files are sound."""
     store = FeatureStore.open(config.store)
-    rows = sample(store, config.seed)
+    rows = sample(store, config.sample, config.seed)
     facts = check_facts(store, target, rows, config.sample, config.seed)
     findings.add(
         "output layer",
