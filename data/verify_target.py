@@ -29,7 +29,7 @@ _STORED = {
 }
 # Two ways through the same model, on this machine and on another.
 _COMPUTED = {torch.float32: (1e-3, 1e-3), torch.float16: (5e-3, 2e-2), torch.bfloat16: (2e-2, 0.15)}
-ROWS = 32  # rows whose positions are looked at
+EACH = 8  # positions of a row that are looked at, or more where there are few rows
 READ = 4  # rows that the target reads again
 READ_TOKENS = 128  # their first tokens, enough to tell layers apart
 
@@ -57,10 +57,11 @@ class Reading:
     wrong: str | None
 
 
-def sample(store: FeatureStore, seed: int) -> list[RowInfo]:
-    """Some rows of either split, in the order of the store."""
+def sample(store: FeatureStore, positions: int, seed: int) -> list[RowInfo]:
+    """Rows of either split for so many positions, in the order of the store."""
     rows = store.rows("train") + store.rows("heldout")
-    chosen = random.Random(seed).sample(rows, min(ROWS, len(rows)))
+    count = min(max(positions // EACH, READ), len(rows))
+    chosen = random.Random(seed).sample(rows, count)
     return sorted(chosen, key=lambda row: row.index)
 
 

@@ -203,7 +203,7 @@ def _as_counted(record: dict, shard: Shard) -> str | None:
 def _ask(config: VerifyConfig, target: Target, findings: Findings) -> None:
     """What the target says; only of a store whose files are sound."""
     store = FeatureStore.open(config.store)
-    rows = sample(store, config.seed)
+    rows = sample(store, config.sample, config.seed)
     facts = check_facts(store, target, rows, config.sample, config.seed)
     findings.add(
         "output layer",
@@ -223,8 +223,9 @@ def _ask(config: VerifyConfig, target: Target, findings: Findings) -> None:
 def render(report: dict[str, Any]) -> str:
     """What a person reads: a line for each check, what is wrong, the verdict."""
     lines = [
-        f"store {report['store']} of {report['target']}: {report['rows']:,} rows, "
-        f"{report['shards']:,} shards, {report['bytes'] / 1e6:,.0f} MB",
+        f"store {report['store']}",
+        f"of {report['target']}: {report['rows']:,} rows, {report['shards']:,} shards, "
+        f"{report['bytes'] / 1e6:,.0f} MB",
         "",
     ]
     for name, check in report["checks"].items():
