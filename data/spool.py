@@ -40,6 +40,7 @@ CREATE TABLE rows (
 CREATE INDEX rows_of_shard ON rows (shard);
 """
 _CACHE = 64 << 10  # KiB of pages in memory
+_PATIENCE = 30 * 86400.0  # seconds: the writer may hold the file while it writes a million rows
 
 
 class Spool:
@@ -54,7 +55,7 @@ class Spool:
             self.file.unlink(missing_ok=True)
         with self._disk():
             # Nothing survives a kill: no journal, no waiting for the disk.
-            self._base = sqlite3.connect(self.file, isolation_level=None)
+            self._base = sqlite3.connect(self.file, timeout=_PATIENCE, isolation_level=None)
             self._base.execute("PRAGMA journal_mode = OFF")
             self._base.execute("PRAGMA synchronous = OFF")
             self._base.execute(f"PRAGMA cache_size = -{_CACHE}")

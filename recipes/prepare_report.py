@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from spectrain.data.fates import Fates
 from spectrain.recipes.prepare_config import PrepareConfig
@@ -10,8 +13,26 @@ from spectrain.recipes.prepare_config import PrepareConfig
 _MANY = 0.05  # share of replies from which a fault of theirs is worth a note
 
 
+@dataclass
+class Work:
+    """What this run has done itself, and what it found done. seconds by stage; tokens produced and
+    read, replies and shards kept from an earlier run (of this process)."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    answered: int = 0
+    captured: int = 0
+    kept_replies: int = 0
+    kept_shards: int = 0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - start, 3)
+
+
 def make_report(
-    config: PrepareConfig, manifest: dict, work: Any, fates: Fates, processes: int, facts: dict
+    config: PrepareConfig, manifest: dict, work: Work, fates: Fates, processes: int, facts: dict
 ) -> dict:
     """counts (rows, tokens, supervised_tokens by split; dropped by reason; truncated,
     length_stopped, loops), supervised_tokens by split, bytes, seconds by stage, tokens_per_second
