@@ -105,6 +105,7 @@ class PrepareConfig(Config):
     teacher_top: int = Field(
         0,
         ge=0,
+        le=256,
         description="log-probabilities of the target that are kept at each predicting position, "
         "the likeliest; for distillation by another tool, no head of ours reads them",
     )
