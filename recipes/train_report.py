@@ -48,6 +48,7 @@ def make_report(
         "family": settings.family,
         "head": str(settings.out / HEAD),
         "store": store.manifest["fingerprint"],
+        "online": settings.online,
         "steps": state.step,
         "supervised_tokens": state.supervised,
         "seconds": round(state.seconds, 3),

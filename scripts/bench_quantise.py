@@ -116,6 +116,8 @@ def main() -> None:
     from spectrain.data.store import FeatureStore
 
     store = FeatureStore.open(options.store) if options.store else None
+    if store:
+        store.require_features((), False)
     if store and not store.rows("heldout"):
         raise SpectrainError("the store has no held-out rows", where=str(options.store))
     targets = {name: Target.load(options.target, **how) for name, how in VARIANTS.items()}
