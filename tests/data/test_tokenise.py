@@ -268,6 +268,21 @@ def test_own_turns_go_on_in_a_row_while_the_prompt_begins_with_it():
     assert reasons == ["empty-reply"]
 
 
+def test_a_row_with_a_reply_that_was_cut_off_says_so():
+    """Else the setting that drops such rows would keep it for the last reply's sake."""
+    ((row,), _) = made(([1, 2], [3, 4], "length"), ([1, 2, 3, 4, 5], [6, 9], "stop"))
+    assert row.reply.tolist() == [0, 0, 1, 1, 0, 2, 2]
+    assert row.finish == "length"
+
+
+def test_a_greeting_before_the_first_user_turn_was_not_asked_for(tokenizer):
+    welcome = {"role": "assistant", "content": "welcome"}
+    asked = talk("q", "answer")
+    for before in ((welcome,), ({"role": "system", "content": "s"}, welcome)):
+        conversation = Conversation("i", "p", (*before, *asked.messages))
+        assert replies(tokenizer, tokenised(tokenizer, conversation)) == ["answer<|im_end|>"]
+
+
 def test_prompt_longer_than_the_limit_is_refused(tokenizer):
     length = len(prompt_ids(tokenizer, talk("hi"), 100))
     assert len(prompt_ids(tokenizer, talk("hi"), length)) == length
