@@ -107,6 +107,11 @@ def test_thinking_within_one_stretch_shares_a_row(tokenizer):
             assistant("<think>\none and one\n</think>\n\ntwo"),
             "one and one\n</think>\n\ntwo<|im_end|>",
         ),
+        # White space is the template's to choose.
+        (
+            assistant("<think>\n\none  and one</think>two"),
+            "one  and one\n</think>\n\ntwo<|im_end|>",
+        ),
         # Here the line breaks around nothing would go together with that of the prompt.
         (assistant("two"), "\n</think>\n\ntwo<|im_end|>"),
     ],

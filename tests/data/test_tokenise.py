@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spectrain.core.batch import counted
@@ -16,7 +16,6 @@ from spectrain.data.tokenise import (
     prompt_ids,
     rendering,
     require_template,
-    text_row,
     turn_rows,
 )
 
@@ -268,6 +267,21 @@ def test_own_turns_go_on_in_a_row_while_the_prompt_begins_with_it():
     assert reasons == ["empty-reply"]
 
 
+def test_a_row_with_a_reply_that_was_cut_off_says_so():
+    """Else the setting that drops such rows would keep it for the last reply's sake."""
+    ((row,), _) = made(([1, 2], [3, 4], "length"), ([1, 2, 3, 4, 5], [6, 9], "stop"))
+    assert row.reply.tolist() == [0, 0, 1, 1, 0, 2, 2]
+    assert row.finish == "length"
+
+
+def test_a_greeting_before_the_first_user_turn_was_not_asked_for(tokenizer):
+    welcome = {"role": "assistant", "content": "welcome"}
+    asked = talk("q", "answer")
+    for before in ((welcome,), ({"role": "system", "content": "s"}, welcome)):
+        conversation = Conversation("i", "p", (*before, *asked.messages))
+        assert replies(tokenizer, tokenised(tokenizer, conversation)) == ["answer<|im_end|>"]
+
+
 def test_prompt_longer_than_the_limit_is_refused(tokenizer):
     length = len(prompt_ids(tokenizer, talk("hi"), 100))
     assert len(prompt_ids(tokenizer, talk("hi"), length)) == length
@@ -286,65 +300,3 @@ def test_rendering_does_not_remember_the_last_call(tokenizer):
     tokenizer(["a", "b b b"], padding=True, truncation=True, max_length=2)
     assert rendering(tokenizer) == before
     assert rendering(with_template(tokenizer, "x")) != before
-
-
-# ── plain texts ──────────────────────────────────────────────────────────────
-
-
-def adding(tokenizer, pattern):
-    """The tokenizer with special tokens around every text, e.g. "<|im_start|> $A <|im_end|>"."""
-    from tokenizers.processors import TemplateProcessing
-
-    changed = copy.deepcopy(tokenizer)
-    special = [(t, tokenizer.convert_tokens_to_ids(t)) for t in pattern.split() if t != "$A"]
-    changed.backend_tokenizer.post_processor = TemplateProcessing(
-        single=pattern, special_tokens=special
-    )
-    return changed
-
-
-def plain(text):
-    return Conversation("i" * 16, "i" * 16, (), domain="web", text=text)
-
-
-def document(tokenizer, text, max_length=10_000):
-    (row,), reasons = text_row(tokenizer, plain(text), split="train", max_length=max_length)
-    assert not reasons
-    return row
-
-
-@pytest.mark.parametrize("before", ["", "<|im_start|>"])
-@pytest.mark.parametrize("after", ["", "<|im_end|>"])
-@settings(max_examples=40, deadline=None)
-@given(text=texts.filter(lambda text: len(text) > 3))
-def test_a_text_has_the_tokenizer_s_own_specials_once(tokenizer, before, after, text):
-    """CASE 9: neither lost nor doubled, also where the text brings them along."""
-    own = adding(tokenizer, f"{before} $A {after}".strip())
-    bare = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assume(len(bare) > 2)  # a shorter text has nothing to learn and is refused
-    first, last = ([tokenizer.convert_tokens_to_ids(t)] if t else [] for t in (before, after))
-    for given_text in (text, before + text, text + after, before + text + after):
-        row = document(own, given_text)
-        assert row.tokens.tolist() == first + bare + last
-        assert row.reply.tolist() == [0] + [1] * (len(row.tokens) - 1)
-    assert (row.temperature, row.finish, row.domain) == (None, None, "web")
-
-
-def test_a_text_needs_no_template_and_is_cut(tokenizer):
-    own = with_template(tokenizer, None)
-    text = "the quick brown fox " * 20
-    whole = document(own, text)
-    assert not whole.truncated
-    cut = document(own, text, max_length=7)
-    assert cut.truncated
-    assert cut.tokens.tolist() == whole.tokens[:7].tolist()
-    assert cut.reply.tolist() == [0, 1, 1, 1, 1, 1, 1]
-    assert counted(cut.reply[None], 0)[0].tolist() == [True] * 5 + [False] * 2
-
-
-@pytest.mark.parametrize("text", ["", "a"])
-def test_a_text_with_nothing_to_guess_is_refused(tokenizer, text):
-    more = {"split": "train", "max_length": 2}
-    assert text_row(tokenizer, plain(text), **more) == ([], ["reply-too-short"])
-    cut = text_row(tokenizer, plain("many words of text"), **more)
-    assert cut == ([], ["truncated-away"])

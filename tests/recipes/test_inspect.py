@@ -19,7 +19,7 @@ from spectrain.data.reading import read_conversations
 from spectrain.data.store import FeatureStore
 from spectrain.data.tokenise import given_rows
 from spectrain.data.writer import StoreWriter
-from spectrain.recipes.inspect import InspectConfig, run
+from spectrain.recipes.inspect import InspectConfig, _parts, run
 from spectrain.recipes.inspect_report import render, visible
 from spectrain.recipes.prepare import PrepareConfig
 
@@ -85,6 +85,14 @@ def test_the_parts_are_the_row(report, tokenizer, tmp_path):
     assert (row["tokens"], row["supervised"]) == (len(made.tokens), made.supervised)
     assert (row["id"], row["temperature"], row["number"]) == (made.id, 0.7, 1)
     assert row["places"] == [f"{tmp_path / 'rows.jsonl'}:1"]
+
+
+def test_parts_of_a_character_do_not_repeat_what_comes_before(tokenizer):
+    ids = tokenizer("end 🙂", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids[:-1]).endswith("\ufffd")
+    first, last = _parts(ids, [0] * (len(ids) - 1) + [1], tokenizer)
+    assert first["text"].startswith("end ")
+    assert last["text"] == tokenizer.decode(ids[-1:])
 
 
 def test_without_colours_the_marks_tell(report):
