@@ -40,6 +40,7 @@ def root(
 
 for command in (
     prepare.prepare,
+    prepare.verify_data,
     measure.draft_vocab,
     train.train_eagle,
     train.train_medusa,

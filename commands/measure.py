@@ -24,7 +24,7 @@ Sizes = option(
     metavar="NUMBER|all",
     default="2048, 4096, 8192, 16384, 32000, all",
 )
-Sample = option(int, "Positions looked at in full, of each split.", default="4096")
+Sample = option(int, "Positions at which the target is asked.", default="4096")
 EvalStore, EvalOut = options.store(), options.out("runs/eval")
 Head = option(str, "Trained head: OUT/head of train-eagle.", metavar="FOLDER")
 Temperatures = options.temperatures("0, 1")

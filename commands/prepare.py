@@ -1,6 +1,8 @@
-"""`spectrain prepare` and `spectrain targets`."""
+"""`spectrain prepare`, `spectrain verify-data` and `spectrain targets`."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import typer
 
@@ -22,6 +24,22 @@ Store = options.store("runs/store")
 Temperatures = options.temperatures("0.7")
 MaxNewTokens = options.max_new_tokens("256")
 Heldout = options.option(float, "Share of prompts kept for eval-alpha, up to 1.", default="0.1")
+Verified = Annotated[
+    str | None,
+    typer.Argument(
+        help="Feature store, written by prepare.  [default: runs/store]",
+        metavar="FOLDER",
+        show_default=False,
+    ),
+]
+MadeBy = options.option(
+    str,
+    "Target model: smollm2-135m, a model folder or a hub id.",
+    metavar="NAME",
+    default="the store's own",
+)
+WithoutTarget = options.option(bool, "Look at the files alone, load no model.", "--without-target")
+Sample = options.option(int, "Positions at which the target is asked.", default="256")
 Fetch = options.option(str, "Fetch and convert this one now.", metavar="NAME")
 
 
@@ -49,6 +67,29 @@ def prepare(
     """
     given = ctx.params | {"temperature": running.split(temperature)}
     running.run("prepare", "prepare", "PrepareConfig", given)
+
+
+def verify_data(
+    ctx: typer.Context,
+    store: Verified = None,
+    target: MadeBy = None,
+    without_target: WithoutTarget = None,
+    sample: Sample = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Check a feature store: files, every invariant, the target's word.
+
+    Exits with 1 if something does not hold, with 2 for what is no store.
+
+    \b
+    Examples:
+      spectrain verify-data runs/store
+      spectrain verify-data runs/store --without-target
+    """
+    running.run("verify_data", "verify-data", "VerifyConfig", ctx.params)
 
 
 def targets(fetch: Fetch = None, json: Json = None) -> None:

@@ -24,7 +24,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from spectrain.core.errors import SpectrainError
 
 VERBS = (
-    *("prepare", "draft-vocab", "train", "eval", "plan", "check", "generate", "chat", "compare"),
+    *("prepare", "verify-data", "draft-vocab", "train", "eval", "plan", "check", "generate"),
+    *("chat", "compare"),
 )
 SHIPPED = Path(__file__).resolve().parent.parent / "recipes" / "configs"
 

@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 
 from spectrain.core.errors import RunFailed, SpectrainError
 
-_CHUNK = 1 << 20  # bytes read at a time when hashing
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -160,11 +159,8 @@ def _replace_folder(new: Path, path: Path) -> None:
 
 def sha256_file(path: str | Path) -> str:
     """The SHA-256 of a file's bytes in hex."""
-    digest = hashlib.sha256()
     with disk_errors(path), open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def require_free(path: str | Path, size: int) -> None:
@@ -230,9 +226,11 @@ def give_normal_mode(path: str | Path) -> None:
     os.chmod(path, mode)
 
 
-def write_json(path: str | Path, value: Any) -> None:
-    """Write `value` atomically as indented JSON; NaN and infinity are refused with ValueError."""
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+def write_json(path: str | Path, value: Any, *, compact: bool = False) -> None:
+    """Write `value` atomically as indented JSON, or without any space where nobody reads it; NaN
+    and infinity are refused with ValueError."""
+    way: dict[str, Any] = {"separators": (",", ":")} if compact else {"indent": 2}
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, **way)
     atomic_write(path, text + "\n")
 
 

@@ -51,14 +51,18 @@ def capture(
     dtype: torch.dtype,
     batch_tokens: int,
     last_everywhere: bool = False,
+    top_k: int = 0,
 ) -> Iterator[tuple[int, Captured]]:
     """Yield (place in `rows`, states in `dtype` on the CPU) batch by batch, shortest rows first.
 
     last_everywhere: keep the last state at every position, not on predicting rows alone.
+    top_k: keep so many log-probabilities of the target at each predicting position.
+    States for int8 stay in the target's type: they are rounded when the shard is laid out.
 
     A row for which the target returned too few states, or states that are not finite in `dtype`,
     comes back with the reason. The result depends on `rows` and `batch_tokens` alone.
     """
+    dtype = target.dtype if dtype == torch.int8 else dtype
     for places in batches(rows, batch_tokens):
         group = [rows[place] for place in places]
         tokens, reply = _padded(group)
@@ -66,7 +70,7 @@ def capture(
         read = features.last.shape[1]
         where = predicting(reply)[:, :read]
         predicted = features.last[where.to(target.device)]
-        argmax, logprob, lognorm = _teacher(target, predicted)
+        facts = teacher(target, predicted, top_k)
         last = (features.last if last_everywhere else predicted).to(dtype).cpu()
         aux = None if features.aux is None else features.aux.to(dtype).cpu()
         ends = where.sum(1).cumsum(0).tolist()
@@ -76,9 +80,7 @@ def capture(
             states = States(
                 aux=None if aux is None else aux[number, : len(row.tokens)],
                 last=last[number, : len(row.tokens)] if last_everywhere else last[part],
-                argmax=argmax[part],
-                logprob=logprob[part],
-                lognorm=lognorm[part],
+                **{name: values[part] for name, values in facts.items()},
             )
             reason = _fault(states, len(row.tokens), read)
             yield place, Captured(row, None if reason else states, reason)
@@ -105,18 +107,31 @@ def _padded(rows: list[Row]) -> tuple[Tensor, Tensor]:
     return tokens, reply
 
 
-def _teacher(target: Target, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """last [P, H] → argmax int32 [P], its log-probability and the log-normaliser, float32 [P]."""
-    chosen, best, norms = [], [], []
-    for part in last.split(LOGIT_ROWS):
-        logits = target.logits(part).float()
+def choices(target: Target, last: Tensor) -> Tensor:
+    """last [P, H] → the target's own choices int64 [P], on its device."""
+    return torch.cat([logits.max(-1).indices for logits in _logits(target, last)])
+
+
+def teacher(target: Target, last: Tensor, top_k: int = 0) -> dict[str, Tensor]:
+    """last [P, H] → the facts of States by name, on the CPU."""
+    found: dict[str, list[Tensor]] = {}
+    for logits in _logits(target, last):
         value, index = logits.max(-1)
+        values, ids = logits.topk(top_k) if top_k else (None, None)
         # As logsumexp, which would look for the maximum again and copy twice.
         norm = value + logits.sub_(value[:, None]).exp_().sum(-1).log()
-        chosen.append(index.to(torch.int32))
-        best.append(value - norm)
-        norms.append(norm)
-    return tuple(torch.cat(parts).cpu() for parts in (chosen, best, norms))
+        facts = {"argmax": index.to(torch.int32), "logprob": value - norm, "lognorm": norm}
+        if top_k:
+            facts["top_ids"] = ids.to(torch.int32)
+            facts["top_logprob"] = (values - norm[:, None]).to(torch.float16)
+        for name, fact in facts.items():
+            found.setdefault(name, []).append(fact)
+    return {name: torch.cat(parts).cpu() for name, parts in found.items()}
+
+
+def _logits(target: Target, last: Tensor) -> Iterator[Tensor]:
+    """Float32 logits of rows [P, H], LOGIT_ROWS of them at a time."""
+    return (target.logits(part).float() for part in last.split(LOGIT_ROWS))
 
 
 def _fault(states: States, length: int, read: int) -> str | None:

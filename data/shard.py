@@ -2,20 +2,9 @@
 
 R rows, N tokens and P predicting positions of all rows together, A aux width, H hidden size.
 
-========== ============ ==========================================================================
-tensor     shape        meaning
-========== ============ ==========================================================================
-tokens     int32 [N]    the rows, one after the other, never padded
-reply      int16 [N]    n ≥ 1 inside the n-th assistant reply of its row, 0 elsewhere
-offsets    int64 [R+1]  row r is tokens[offsets[r]:offsets[r+1]]
-aux        [N, A]       auxiliary states low→mid→high, in the store's dtype; absent when none asked
-last       [P, H]       the last state after the final norm, in the store's dtype; [N, H] when it
-                        is kept everywhere
-predicting int64 [R+1]  row r owns last[predicting[r]:predicting[r+1]], in order of position
-argmax     int32 [P]    the target's own choice for the next token, over the whole vocabulary
-logprob    float32 [P]  log-probability of that choice
-lognorm    float32 [P]  logsumexp of the target's logits
-========== ============ ==========================================================================
+=========== ============== ================================================================
+A store of tokens alone has the first three and `predicting`: the target is asked for the rest when
+a batch is made (data/online.py).
 """
 
 from __future__ import annotations
@@ -28,8 +17,15 @@ import torch
 from torch import Tensor
 
 from spectrain.core.batch import predicting
+from spectrain.data.int8 import WIDE, group_of, to_int8
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FEATURES = ("aux", "last")
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Row:
         return int((self.reply > 0).sum())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there may be millions
 class RowInfo:
     """What the store knows about a row without touching its tensors; lengths in tokens."""
 
@@ -95,48 +91,67 @@ class RowInfo:
 class States:
     """What the target says about one row: aux [T, A] or None; last [p, H] on predicting rows, or
     [T, H] everywhere; on predicting rows argmax int32 [p], logprob float32 [p], lognorm float32
-    [p]."""
+    [p], top_ids int32 and top_logprob float16 [p, k] or None."""
 
     aux: Tensor | None
     last: Tensor
     argmax: Tensor
     logprob: Tensor
     lognorm: Tensor
+    top_ids: Tensor | None = None
+    top_logprob: Tensor | None = None
 
 
-def lay_out(rows: list[tuple[Row, States]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a shard, in the order of `rows` (one or more); features in `dtype`."""
+def lay_out(rows: list[tuple[Row, States | None]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a shard, in the order of `rows` (one or more); features in `dtype`, or none
+    where there are no states."""
+    if rows[0][1] is None:
+        return _laid_out_rows([row for row, _ in rows])
     for row, states in rows:
         expected = int(predicting(row.reply).sum())
         assert len(states.argmax) == expected, "one choice per predicting row"
         assert len(states.last) in (expected, len(row.tokens)), "one state per row that is kept"
         assert states.aux is None or len(states.aux) == len(row.tokens), "one aux state per token"
-    tensors = {
-        "tokens": torch.cat([row.tokens for row, _ in rows]).to(torch.int32),
-        "reply": torch.cat([row.reply for row, _ in rows]).to(torch.int16),
-        "offsets": _offsets([len(row.tokens) for row, _ in rows]),
-        "predicting": _offsets([len(states.argmax) for _, states in rows]),
-        "last": torch.cat([states.last for _, states in rows]).to(dtype),
+    tensors = _laid_out_rows([row for row, _ in rows]) | {
         "argmax": torch.cat([states.argmax for _, states in rows]).to(torch.int32),
         "logprob": torch.cat([states.logprob for _, states in rows]).float(),
         "lognorm": torch.cat([states.lognorm for _, states in rows]).float(),
     }
-    if rows[0][1].aux is not None:
-        tensors["aux"] = torch.cat([states.aux for _, states in rows]).to(dtype)
+    group = group_of(rows[0][1].last.shape[-1])
+    for name in ("last", "aux", "top_ids", "top_logprob"):
+        parts = [getattr(states, name) for _, states in rows]
+        if parts[0] is None:
+            continue
+        tensors[name] = torch.cat(parts)
+        if name in FEATURES and dtype == torch.int8:
+            tensors[name], tensors[f"{name}_scale"] = to_int8(tensors[name], group)
+        elif name in FEATURES:
+            tensors[name] = tensors[name].to(dtype)
     return tensors
 
 
+def state_bytes(hidden: int, dtype: torch.dtype) -> int:
+    """Bytes of one state of `hidden` numbers as it is stored."""
+    scales = hidden // group_of(hidden) * WIDE.itemsize if dtype == torch.int8 else 0
+    return hidden * dtype.itemsize + scales
+
+
 def bytes_needed(
-    rows: list[Row], hidden: int, aux_width: int, dtype: torch.dtype, last_everywhere: bool = False
+    rows: list[Row],
+    hidden: int,
+    aux_width: int,
+    dtype: torch.dtype,
+    last_everywhere: bool = False,
+    top_k: int = 0,
 ) -> int:
     """Bytes on disk that these rows will take, headers and facts estimated generously."""
     tokens = sum(len(row.tokens) for row in rows)
     supervised = sum(row.supervised for row in rows)
-    size = dtype.itemsize
+    state, layers = state_bytes(hidden, dtype), aux_width // max(hidden, 1)
     return (
-        tokens * (aux_width * size + 4 + 2)
-        + (tokens if last_everywhere else supervised) * hidden * size
-        + supervised * 12
+        tokens * (layers * state + 4 + 2)
+        + (tokens if last_everywhere else supervised) * state
+        + supervised * (12 + 6 * top_k)
         + len(rows) * 300
         + 4096
     )
@@ -162,6 +177,16 @@ def key_of(rows: list[Row]) -> str:
         digest.update(json.dumps(RowInfo.of(row, 0).as_facts()).encode())
         digest.update(row.tokens.numpy().tobytes() + row.reply.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _laid_out_rows(rows: list[Row]) -> dict[str, Tensor]:
+    """What is known of rows before the target has read them."""
+    return {
+        "tokens": torch.cat([row.tokens for row in rows]).to(torch.int32),
+        "reply": torch.cat([row.reply for row in rows]).to(torch.int16),
+        "offsets": _offsets([len(row.tokens) for row in rows]),
+        "predicting": _offsets([int(predicting(row.reply).sum()) for row in rows]),
+    }
 
 
 def _offsets(lengths: list[int]) -> Tensor:

@@ -1,60 +1,42 @@
-"""The feature store, read side: a folder with a manifest, shards, and a checksum for every file.
+"""The feature store, read side.
 
-    manifest.json              settings, their fingerprint, counts, shards with checksums
-    shard-00000.safetensors    tensors, see data/shard.py
-    shard-00000.json           facts: one record per row, and the checksum of the tensors
-    replies/                   answers of the target, kept so that a rerun need not ask again
-
-A store is complete or it is refused. Shards are mapped, not read: only the rows asked for are
-touched (and each shard once in full, when its checksum is verified before its first use).
+A store is complete or it is refused (data/manifest.py: its files). Shards are mapped, not read:
+only the rows asked for are touched (and each shard once in full, when its checksum is verified
+before its first use).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import sys
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spectrain.core.batch import Batch, predicting
 from spectrain.core.errors import SpectrainError
-from spectrain.core.files import read_json, sha256_file
-from spectrain.data.shard import DTYPES, RowInfo
+from spectrain.data.int8 import WIDE, from_int8
+from spectrain.data.manifest import read_facts, read_manifest, read_tensors
+from spectrain.data.shard import DTYPES, RowInfo, state_bytes
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 SPLITS = ("train", "heldout")
-REBUILD = "prepare it again with --overwrite"
-MEND = "run the same `spectrain prepare` again, it makes the damaged part anew"
-
-
-def shard_name(number: int) -> str:
-    """Stem of the files of a shard."""
-    return f"shard-{number:05d}"
-
-
-def fingerprint_of(settings: dict) -> str:
-    """16 hex digits that change with any setting that shaped the store."""
-    canonical = json.dumps(settings, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+SHARED = ("split", "domain", "finish")
 
 
 class FeatureStore:
     """A complete store. `manifest` is its dict; `path` its folder."""
 
-    def __init__(self, path: Path, manifest: dict, facts: list[list[dict]]) -> None:
+    def __init__(self, path: Path, manifest: dict, facts: Iterable[list[dict]]) -> None:
         self.path, self.manifest = path, manifest
         self._rows: list[RowInfo] = []
         self._first: list[int] = []  # index of the first row of each shard
         for shard in facts:
             self._first.append(len(self._rows))
             for record in shard:
-                self._rows.append(RowInfo(**record, index=len(self._rows)))
+                self._rows.append(_row(record, len(self._rows)))
         self._mapped: dict[int, dict[str, Tensor]] = {}
 
     @classmethod
@@ -75,7 +57,7 @@ class FeatureStore:
                 where=str(path),
                 fix="run the same `spectrain prepare` again, it goes on where it was",
             )
-        facts = [_read_facts(path, shard) for shard in manifest["shards"]]
+        facts = (read_facts(path, shard) for shard in manifest["shards"])
         store = cls(path, manifest, facts)
         if verify:
             for number in range(len(manifest["shards"])):
@@ -105,13 +87,27 @@ class FeatureStore:
         return self.manifest["settings"].get("last_states") == "everywhere"
 
     @property
-    def has_features(self) -> bool:
-        """Whether the target's states and choices are stored, not tokens alone."""
-        return self.manifest["settings"].get("features") != "none"
+    def features(self) -> bool:
+        """Whether batches have features and the target's choices, not tokens and replies alone."""
+        return self.manifest["settings"].get("features", "stored") == "stored"
+
+    @property
+    def rounded(self) -> bool:
+        """Whether what is stored differs from what the target said: kept in a smaller type."""
+        settings = self.manifest["settings"]
+        said = settings["target"].get("dtype", "").removeprefix("torch.")
+        return self.features and settings["dtype"] not in ("float32", said)
 
     def require_features(self, aux_layers: tuple[int, ...], last_everywhere: bool) -> None:
         """Raise SpectrainError unless the store holds what a head reads: the outputs of these
         layers (none: always), and the last state at every position if asked for."""
+        if not self.features:
+            raise SpectrainError(
+                "the store holds tokens alone, no features of the target",
+                where=str(self.path),
+                fix="have them computed in training (online=true, the default here), or prepare "
+                "another --store with --set features=stored",
+            )
         held = list(self.manifest["settings"].get("aux_layers") or ())
         if aux_layers and list(aux_layers) != held:
             raise SpectrainError(
@@ -133,38 +129,47 @@ class FeatureStore:
 
     def packed(self, bins: list[list[RowInfo]], with_aux: bool = True) -> Batch:
         """One row for each bin: its conversations one behind the other, padded on the right to the
-        longest row; features in the store's dtype. Without `with_aux` the auxiliary states, most of
-        the bytes, are not touched."""
+        longest row; features in the store's dtype, those of an int8 store in bfloat16. Without
+        `with_aux` the auxiliary states, most of the bytes, are not touched. A store without
+        features gives tokens and replies."""
+        return self._packed(bins, with_aux, self.features)
+
+    def _packed(self, bins: list[list[RowInfo]], with_aux: bool, with_features: bool) -> Batch:
         assert bins, "a batch needs rows"
         size, longest = len(bins), max(sum(row.length for row in rows) for rows in bins)
+        several = any(len(rows) > 1 for rows in bins)
         tokens = torch.zeros(size, longest, dtype=torch.int64)
         reply = torch.zeros_like(tokens)
         argmax = torch.full_like(tokens, -1)
-        starts = torch.arange(longest).repeat(size, 1)
-        aux: Tensor | None = None
-        last: Tensor | None = None
+        starts = torch.arange(longest).repeat(size, 1) if several else None
+        names = ("aux", "last") if with_aux else ("last",)
+        found: dict[str, Tensor] = {}
         for place, begin, row in _laid_out(bins):
             shard, start, stop, first, end = self._locate(row)
             own = slice(begin, begin + stop - start)
-            said = shard["reply"][start:stop].long()
-            where = begin + predicting(said).nonzero().squeeze(1)
-            if begin:  # nobody predicts the first token of a document
-                said[0] = 0
-            tokens[place, own] = shard["tokens"][start:stop].long()
-            reply[place, own] = torch.where(said > 0, said + reply[place].max(), 0)
-            argmax[place, where] = shard["argmax"][first:end].long()
-            starts[place, own] = begin
-            everywhere = self.last_everywhere
-            kept = shard["last"][start:stop] if everywhere else shard["last"][first:end]
-            if last is None:
-                last = kept.new_zeros(size, longest, kept.shape[-1])
-            last[place, own if everywhere else where] = kept
-            if with_aux and "aux" in shard:
-                if aux is None:
-                    aux = shard["aux"].new_zeros(size, longest, shard["aux"].shape[-1])
-                aux[place, own] = shard["aux"][start:stop]
-        several = any(len(rows) > 1 for rows in bins)
-        return Batch(tokens, reply, aux, last, argmax, starts=starts if several else None)
+            tokens[place, own] = shard["tokens"][start:stop]
+            said = reply[place, own].copy_(shard["reply"][start:stop])
+            where = predicting(said).nonzero().squeeze(1).add_(begin)
+            if begin:
+                said[0] = 0  # nobody predicts the first token of a document
+                said.add_(reply[place, :begin].max() * (said > 0))
+            if starts is not None:
+                starts[place, own] = begin
+            if not with_features:
+                continue
+            argmax[place].index_copy_(0, where, shard["argmax"][first:end].long())
+            for name in names:
+                if (kept := shard.get(name)) is None:
+                    continue
+                if name not in found:
+                    dtype = WIDE if kept.dtype == torch.int8 else kept.dtype
+                    found[name] = kept.new_zeros(size, longest, kept.shape[1], dtype=dtype)
+                parts = [(own, slice(start, stop))]
+                if name == "last" and not self.last_everywhere:
+                    parts = _stretches(where, first)
+                for to, source in parts:
+                    _read(shard, name, source, found[name][place, to])
+        return Batch(tokens, reply, found.get("aux"), found.get("last"), argmax, starts=starts)
 
     def prompt(self, row: RowInfo) -> Tensor:
         """The tokens of a row before its first reply: int64 [n]."""
@@ -175,23 +180,39 @@ class FeatureStore:
     def bytes_per_token(self, aux_layers: tuple[int, ...], last_everywhere: bool) -> float:
         """Bytes of features per token of the store that a head with these needs reads: auxiliary
         states of every token, the last state of every one or of those before reply tokens."""
+        if not self.features:
+            return 0.0
         counts = self.manifest["counts"]
         tokens, supervised = (sum(counts[key].values()) for key in ("tokens", "supervised_tokens"))
-        state = self.hidden_size * DTYPES[self.manifest["settings"]["dtype"]].itemsize
+        state = state_bytes(self.hidden_size, DTYPES[self.manifest["settings"]["dtype"]])
         kept = 1.0 if last_everywhere else supervised / tokens
         return state * (len(aux_layers) + kept)
 
     @property
     def hidden_size(self) -> int:
         """H of the target, as stored."""
+        self.require_features((), False)
         return self._shard(0)["last"].shape[-1]
 
     def teacher(self, row: RowInfo) -> tuple[Tensor, Tensor, Tensor]:
         """(argmax int64 [p], its log-probability float32 [p], log-normaliser float32 [p]) of the
         predicting positions of a row, in order of position."""
+        self.require_features((), False)
         shard, _, _, first, end = self._locate(row)
         part = slice(first, end)
         return shard["argmax"][part].long(), shard["logprob"][part], shard["lognorm"][part]
+
+    def teacher_top(self, row: RowInfo) -> tuple[Tensor, Tensor]:
+        """(ids int64 [p, k], their log-probabilities float32 [p, k]) of the target's likeliest next
+        tokens at the predicting positions of a row, likeliest first."""
+        shard, _, _, first, end = self._locate(row)
+        if "top_ids" not in shard:
+            raise SpectrainError(
+                "the store holds no log-probabilities but the largest",
+                where=str(self.path),
+                fix="prepare a store with --set teacher_top=8",
+            )
+        return shard["top_ids"][first:end].long(), shard["top_logprob"][first:end].float()
 
     def token_counts(self, split: str, vocab_size: int) -> Tensor:
         """How often each token was produced in a reply of the split: int64 [vocab_size]."""
@@ -224,17 +245,14 @@ class FeatureStore:
     def _shard(self, number: int) -> dict[str, Tensor]:
         """The mapped tensors of a shard, verified when it is used for the first time."""
         if number not in self._mapped:
-            record = self.manifest["shards"][number]
-            file = self.path / record["file"]
-            _require_intact(file, record["sha256"], record["bytes"])
-            try:
-                with safe_open(file, framework="pt") as opened:
-                    self._mapped[number] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            except (SafetensorError, OSError) as error:
-                raise SpectrainError(
-                    f"cannot be read ({error})", where=str(file), fix=MEND
-                ) from error
+            self._mapped[number] = read_tensors(self.path, self.manifest["shards"][number])
         return self._mapped[number]
+
+
+def _row(record: dict, index: int) -> RowInfo:
+    """A record of the facts; words that many rows share are kept once."""
+    shared = {key: sys.intern(word) for key in SHARED if (word := record[key]) is not None}
+    return RowInfo(**record | shared, index=index)
 
 
 def _laid_out(bins: list[list[RowInfo]]) -> Iterator[tuple[int, int, RowInfo]]:
@@ -246,37 +264,18 @@ def _laid_out(bins: list[list[RowInfo]]) -> Iterator[tuple[int, int, RowInfo]]:
             begin += row.length
 
 
-def read_manifest(path: Path) -> dict | None:
-    """The manifest of a folder, None where there is none; SpectrainError when it cannot be used."""
-    file = path / MANIFEST
-    if not file.is_file():
-        return None
-    manifest = read_json(file)
-    if not isinstance(manifest, dict) or not {"format", "complete", "settings"} <= set(manifest):
-        raise SpectrainError("not the manifest of a feature store", where=str(file), fix=REBUILD)
-    if manifest["format"] != FORMAT:
-        raise SpectrainError(
-            f"store format {manifest['format']}, this version reads format {FORMAT}",
-            where=str(file),
-            fix=REBUILD,
-        )
-    return manifest
+def _stretches(places: Tensor, first: int) -> Iterator[tuple[slice, slice]]:
+    """Ascending places [p], whose features lie from `first` on in their shard, cut into stretches
+    without a gap: (places, where their features lie)."""
+    cuts = (places.diff() > 1).nonzero().squeeze(1).add_(1).tolist()
+    for begin, end in pairwise([0, *cuts, len(places)] if len(places) else []):
+        to = int(places[begin])
+        yield slice(to, to + end - begin), slice(first + begin, first + end)
 
 
-def _read_facts(path: Path, shard: dict) -> list[dict]:
-    file = path / shard["facts"]
-    _require_intact(file, shard["facts_sha256"], None)
-    return read_json(file)["rows"]
-
-
-def _require_intact(file: Path, sha256: str, size: int | None) -> None:
-    if not file.is_file():
-        raise SpectrainError("missing from the store", where=str(file), fix=MEND)
-    if size is not None and file.stat().st_size != size:
-        raise SpectrainError(
-            f"truncated: {file.stat().st_size} bytes of {size}", where=str(file), fix=MEND
-        )
-    if sha256_file(file) != sha256:
-        raise SpectrainError(
-            "damaged: its checksum is not the one in the manifest", where=str(file), fix=MEND
-        )
+def _read(shard: dict[str, Tensor], name: str, source: slice, out: Tensor) -> None:
+    """The features `name` [n, W] of a shard, as numbers, into `out`."""
+    if f"{name}_scale" in shard:
+        from_int8(shard[name][source], shard[f"{name}_scale"][source], out)
+    else:
+        out.copy_(shard[name][source])

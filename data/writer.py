@@ -27,8 +27,8 @@ from spectrain.core.files import (
     sha256_file,
     write_json,
 )
+from spectrain.data.manifest import FORMAT, MANIFEST, fingerprint_of, read_manifest, shard_name
 from spectrain.data.shard import DTYPES, Row, RowInfo, States, lay_out
-from spectrain.data.store import FORMAT, MANIFEST, fingerprint_of, read_manifest, shard_name
 
 REPLIES = "replies"
 FINGERPRINT = "target.fingerprint"
@@ -92,11 +92,12 @@ class StoreWriter:
         self,
         number: int,
         key: str,
-        rows: list[tuple[Row, States]],
+        rows: list[tuple[Row, States | None]],
         dropped: dict[str, int] | None = None,
     ) -> dict:
         """Write a shard and return its facts. `rows` may be empty, when all were dropped; `dropped`
-        counts those by reason. Raises RunFailed on a full disk; nothing is left half written."""
+        counts those by reason; states are None in a store of tokens alone. Raises RunFailed on a
+        full disk; nothing is left half written."""
         data = _serialise(lay_out(rows, self.dtype)) if rows else _serialise({})
         facts_file, tensors_file = self._files(number)
         facts = {
@@ -108,7 +109,7 @@ class StoreWriter:
         }
         atomic_write(tensors_file, data)
         # Written last: a shard is finished when its facts exist and agree.
-        write_json(facts_file, facts)
+        write_json(facts_file, facts, compact=True)
         return facts
 
     def finish(self, shards: int, counts: dict | None = None) -> dict:

@@ -7,22 +7,17 @@ itself wrote. Stands where `measure` takes a feature store.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from spectrain.core.batch import Batch, predicting
+from spectrain.core.batch import Batch
 from spectrain.core.target import Target
+from spectrain.data.online import Needs, read
 from spectrain.data.shard import RowInfo
 from spectrain.generator.decode import complete
 
 _BATCH = 32  # prompts answered together
-
-
-class Needs(Protocol):
-    aux_layers: tuple[int, ...]
-    last_everywhere: bool
 
 
 class OnPolicy:
@@ -48,7 +43,6 @@ class OnPolicy:
             )
         ]
 
-    @torch.inference_mode()
     def batch(self, rows: list[RowInfo], with_aux: bool = True) -> Batch:
         """As `FeatureStore.batch`, features computed now."""
         tokens = torch.zeros(len(rows), max(row.length for row in rows), dtype=torch.int64)
@@ -57,8 +51,5 @@ class OnPolicy:
             tokens[place, : row.length] = self._tokens[row.index]
             reply[place, self._prompt[row.index] : row.length] = 1
         layers = self.needs.aux_layers if with_aux else ()
-        features = self.target.forward(tokens.to(self.target.device), aux_layers=layers)
-        where = predicting(reply).to(self.target.device)
-        argmax = torch.full_like(tokens, -1, device=self.target.device)
-        argmax[where] = self.target.logits(features.last[where]).argmax(-1)
-        return Batch(tokens, reply, features.aux, features.last, argmax)
+        unread = Batch(tokens, reply, None, None, torch.full_like(tokens, -1))
+        return read(self.target, unread, layers)

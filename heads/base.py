@@ -108,6 +108,9 @@ class DraftHead(nn.Module, ABC):
     family: ClassVar[str]
     Config: ClassVar[type[HeadConfig]]
     Options: ClassVar[type[BaseModel]]
+    # What `needs` of such a head will be, told before there is one.
+    reads_aux: ClassVar[bool] = False
+    reads_last_everywhere: ClassVar[bool] = False
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -161,8 +164,9 @@ class DraftHead(nn.Module, ABC):
         return self._shared[0]
 
     @property
-    @abstractmethod
-    def needs(self) -> Needs: ...
+    def needs(self) -> Needs:
+        """What it reads; a family with `reads_aux` tells its layers."""
+        return Needs(last_everywhere=self.reads_last_everywhere)
 
     @property
     def longest_draft(self) -> int:

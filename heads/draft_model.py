@@ -31,7 +31,7 @@ from spectrain.core.errors import SpectrainError
 from spectrain.core.fast_linear import Linear, fast_linear
 from spectrain.core.readout import Readout
 from spectrain.heads import draft_init, scoring, vocab
-from spectrain.heads.base import DraftHead, HeadConfig, Needs, Objective, TargetFacts, Unrolled
+from spectrain.heads.base import DraftHead, HeadConfig, Objective, TargetFacts, Unrolled
 from spectrain.heads.draft_config import DEFAULT_STEPS, LONGEST_DRAFT, DraftConfig, DraftOptions
 from spectrain.heads.tokenizers import require_same
 
@@ -167,10 +167,6 @@ class DraftModelHead(DraftHead):
         for module, name, table in tables:
             setattr(module, name, table.to(getattr(module, name).device))
         return self
-
-    @property
-    def needs(self) -> Needs:
-        return Needs()
 
     @property
     def longest_draft(self) -> int:

@@ -25,7 +25,7 @@ from spectrain.core.batch import Batch, Features
 from spectrain.core.fast_linear import Linear, fast_linear
 from spectrain.core.readout import Readout
 from spectrain.heads import eagle1_init, scoring, vocab
-from spectrain.heads.base import HeadConfig, Needs, Objective, TargetFacts
+from spectrain.heads.base import HeadConfig, Objective, TargetFacts
 from spectrain.heads.eagle_layer import EagleConfig, EntryLayer, sizes_of
 from spectrain.heads.linear_loss import linear_cross_entropy
 from spectrain.heads.noise import document_lengths, document_noise
@@ -78,6 +78,7 @@ class Eagle1Head(RecurrentHead):
     family: ClassVar[str] = "eagle1"
     Config: ClassVar[type[HeadConfig]] = Eagle1Config
     Options: ClassVar[type[BaseModel]] = Eagle1Options
+    reads_last_everywhere: ClassVar[bool] = True
     config: Eagle1Config
 
     def __init__(self, config: Eagle1Config) -> None:
@@ -103,10 +104,6 @@ class Eagle1Head(RecurrentHead):
         head.use_vocabulary(ids)
         eagle1_init.initialise(head, target, from_layer=options.init == "target")
         return head.to(target.device).bind(target.readout)
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(last_everywhere=True)
 
     @property
     def stack(self) -> list[EntryLayer]:

@@ -84,6 +84,7 @@ class Eagle3Head(RecurrentHead):
     family: ClassVar[str] = "eagle3"
     Config: ClassVar[type[HeadConfig]] = Eagle3Config
     Options: ClassVar[type[BaseModel]] = Eagle3Options
+    reads_aux: ClassVar[bool] = True
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:

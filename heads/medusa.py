@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from spectrain.core.batch import Batch, Features, counted
 from spectrain.core.fast_linear import Linear
 from spectrain.heads import scoring, vocab
-from spectrain.heads.base import DraftHead, HeadConfig, Needs, Objective, TargetFacts, Unrolled
+from spectrain.heads.base import DraftHead, HeadConfig, Objective, TargetFacts, Unrolled
 from spectrain.heads.linear_loss import linear_cross_entropy
 
 
@@ -125,10 +125,6 @@ class MedusaHead(DraftHead):
                 if bias is not None:
                     own[-1].bias.copy_(bias)
         return head.to(target.device).bind(readout)
-
-    @property
-    def needs(self) -> Needs:
-        return Needs()
 
     # ── training face ────────────────────────────────────────────────────────
 

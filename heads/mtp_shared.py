@@ -6,7 +6,7 @@ R rows, H hidden, D draft vocabulary, V vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spectrain.core.batch import Batch
 from spectrain.core.readout import Readout
 from spectrain.heads import scoring, vocab
-from spectrain.heads.base import DraftHead, HeadConfig, Needs, Objective
+from spectrain.heads.base import DraftHead, HeadConfig, Objective
 from spectrain.heads.linear_loss import linear_cross_entropy
 from spectrain.heads.mtp_module import LayerKind
 
@@ -47,6 +47,7 @@ class MtpConfig(HeadConfig):
 class MtpHead(DraftHead):
     """A head that guesses with the target's own output layer."""
 
+    reads_last_everywhere: ClassVar[bool] = True
     config: MtpConfig
 
     def __init__(self, config: MtpConfig) -> None:
@@ -59,10 +60,6 @@ class MtpHead(DraftHead):
         """Ids [D] of the draft vocabulary; by default everything the target can say, for the
         output layer is there anyway."""
         return vocab.choose(size or target.readout.usable, target, token_counts)
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(last_everywhere=True)
 
     @abstractmethod
     def norm_of(self, step: int) -> nn.Module:

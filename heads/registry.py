@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from importlib import import_module
+from typing import Literal
 
 from spectrain.core.errors import SpectrainError
 from spectrain.heads.base import DraftHead
@@ -27,3 +28,10 @@ def family(name: str) -> type[DraftHead]:
         raise SpectrainError(f"unknown head family {name!r}", fix=hint)
     module, attribute = FAMILIES[name].split(":")
     return getattr(import_module(module), attribute)
+
+
+def kept_for(name: str) -> tuple[bool, Literal["everywhere", "replies"]]:
+    """What a store for this family has to hold: (auxiliary states, where the last state is kept).
+    Raises SpectrainError for an unknown name."""
+    kind = family(name)
+    return kind.reads_aux, "everywhere" if kind.reads_last_everywhere else "replies"

@@ -24,6 +24,7 @@ from spectrain.core.errors import SpectrainError
 from spectrain.core.files import atomic_write, require_writable, write_json
 from spectrain.core.packing import pack
 from spectrain.core.target import Target
+from spectrain.data.online import with_features
 from spectrain.data.shard import RowInfo
 from spectrain.data.store import FeatureStore
 from spectrain.evaluation.comparison import DEFINITIONS, draw, markdown, table
@@ -98,9 +99,9 @@ def run(config: CompareConfig) -> dict[str, Any]:
     }
     steps = min(config.draft_tokens, *(head.longest_draft for _, head in drafters.values()))
     for name, (target, head) in drafters.items():
-        source, used, quality = heldout, rows, None
+        used, quality = rows, None
         if target is original:
-            heldout.require_features(head.needs.aux_layers, head.needs.last_everywhere)
+            source = with_features(heldout, target, head.needs)
         else:
             source = OnPolicy(target, prompts, rows, head.needs)
             used = source.rows

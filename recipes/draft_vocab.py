@@ -117,7 +117,7 @@ def _measure(
     """Counts, and for each of the shares one interval for each size; None where it is unknown."""
     rows = store.rows(split)
     ids = {"tokens": [store.reply_tokens(row) for row in rows]}
-    if store.has_features:
+    if store.features:
         ids["argmax"] = [store.teacher(row)[0] for row in rows]
     result: dict[str, Any] = dict.fromkeys(SHARES, [None] * held.shape[1])
     counts = {"conversations": len(rows), "tokens": sum(map(len, ids["tokens"])), "sampled": 0}

@@ -13,6 +13,7 @@ from spectrain.core.config import Config, as_list
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import atomic_write
 from spectrain.core.target import Target
+from spectrain.data.online import with_features
 from spectrain.data.shard import RowInfo
 from spectrain.data.store import FeatureStore
 from spectrain.evaluation.measure import measure, rows_for
@@ -67,7 +68,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
     target = Target.load(config.target, dtype=config.dtype)
     store.require_target(target.fingerprint)
     head.check_target(target, str(config.head))
-    store.require_features(head.needs.aux_layers, head.needs.last_everywhere)
+    source = with_features(store, target, head.needs)
     head.bind(target.readout).to(target.device, target.dtype)
 
     steps = config.max_draft or min(MAX_DRAFT, head.longest_draft)
@@ -79,7 +80,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         )
     used = {t: rows_for(t, rows) for t in config.temperature}
     top_p = store.manifest["settings"].get("top_p", 1.0)  # absent: no reply was drawn
-    measured = measure(target, head, store, used, steps)
+    measured = measure(target, head, source, used, steps)
     if not any(found.replies for group in measured.values() for found in group):
         raise SpectrainError(
             f"no {config.split} row has a reply of two tokens or more, so nothing can be measured",

@@ -18,6 +18,7 @@ from spectrain.core.errors import SpectrainError
 from spectrain.core.files import require_writable
 from spectrain.core.target import Target
 from spectrain.data.conversations import read_conversations
+from spectrain.data.online import with_features
 from spectrain.data.shard import RowInfo
 from spectrain.data.store import FeatureStore
 from spectrain.data.tokenise import Refused, prompt_ids, require_template
@@ -167,8 +168,8 @@ def _rows(config: PlanConfig, target: Target, head: DraftHead) -> tuple[Source, 
     if config.store:
         store = FeatureStore.open(config.store)
         store.require_target(target.fingerprint)
-        store.require_features(head.needs.aux_layers, head.needs.last_everywhere)
-        return store, rows_for(0.0, store.rows("heldout"))[: config.limit]
+        source = with_features(store, target, head.needs)
+        return source, rows_for(0.0, store.rows("heldout"))[: config.limit]
     require_template(target.tokenizer)
     found = read_conversations(config.prompts, True, config.on_bad_row, keep_order=True)
     prompts, rows = [], []

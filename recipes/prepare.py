@@ -71,8 +71,15 @@ class PrepareConfig(Config):
         "keep", description="what to do with replies that were cut off by their length"
     )
     seed: int = Field(0, ge=0, description="of the sampled replies")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="what the features are stored in"
+    features: Literal["stored", "none"] = Field(
+        "stored",
+        description="none: tokens and replies alone, a fraction of the disk; the target is then "
+        "asked for its features while a head is trained or measured",
+    )
+    dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
+        "bfloat16",
+        description="what the features are stored in; int8 takes about half of bfloat16's disk and "
+        "rounds them by 1 %",
     )
     aux_layers: tuple[int, ...] | None = Field(
         None, description="layers whose outputs are kept, from 0; default: the target's three"
@@ -81,6 +88,13 @@ class PrepareConfig(Config):
         "everywhere",
         description="where the last state is kept: everywhere serves every family, replies is "
         "enough for EAGLE-3 and Medusa and takes less disk",
+    )
+    teacher_top: int = Field(
+        0,
+        ge=0,
+        le=256,
+        description="log-probabilities of the target that are kept at each predicting position, "
+        "the likeliest; for distillation from another tool, no head of ours reads them",
     )
     shard_tokens: int = Field(16384, ge=1, description="tokens of a shard; the unit of a rerun")
     batch_tokens: int = Field(4096, ge=1, description="padded tokens that the target reads at once")
@@ -208,10 +222,16 @@ def _capture(
     if not todo:
         return facts, 0
     waiting = [row for number in todo for row in shards[number]]
-    width = len(layers) * target.hidden_size
+    hidden = target.hidden_size if config.features == "stored" else 0
     everywhere = config.last_states == "everywhere"
-    size = bytes_needed(waiting, target.hidden_size, width, DTYPES[config.dtype], everywhere)
+    dtype, top = DTYPES[config.dtype], config.teacher_top
+    size = bytes_needed(waiting, hidden, len(layers) * hidden, dtype, everywhere, top)
     writer.require_space(size)
+    if config.features == "none":
+        for number in todo:
+            rows = [(row, None) for row in shards[number]]
+            facts[number] = writer.write_shard(number, keys[number], rows)
+        return facts, 0
     check_logits(target, waiting[0])
     tokens = sum(len(row.tokens) for row in waiting)
     with progress(tokens, f"capture, {size / 1e6:,.0f} MB", "tokens") as bar:
@@ -219,7 +239,7 @@ def _capture(
             shard = shards[number]
             states, dropped = {}, Counter()
             for place, found in capture(
-                target, shard, layers, writer.dtype, config.batch_tokens, everywhere
+                target, shard, layers, dtype, config.batch_tokens, everywhere, top
             ):
                 if found.states is None:
                     dropped[found.reason] += 1
@@ -232,6 +252,8 @@ def _capture(
 
 
 def _aux_layers(config: PrepareConfig, target: Target) -> tuple[int, ...]:
+    if config.features == "none":
+        return ()
     layers = target.default_aux_layers() if config.aux_layers is None else config.aux_layers
     valid = all(0 <= layer < target.num_layers for layer in layers)
     if not valid or list(layers) != sorted(set(layers)):
@@ -255,8 +277,9 @@ def _settings(
         "source": source_hash(conversations),
         "aux_layers": list(layers),
     }
-    plain = ("max_length", "heldout", "dtype", "last_states", "length_stopped", "shard_tokens")
-    plain += ("batch_tokens",)
+    plain = ("max_length", "heldout", "dtype", "length_stopped", "shard_tokens")
+    plain += ("features",) if config.features == "none" else ("last_states", "batch_tokens")
+    plain += ("teacher_top",) if config.teacher_top and config.features == "stored" else ()
     asked = (
         "temperature",
         "heldout_temperatures",

@@ -13,7 +13,7 @@ import gc
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -26,6 +26,7 @@ from spectrain.core.files import disk_errors, read_json, sha256_file, write_json
 from spectrain.core.models import lasting_name, resolve
 from spectrain.core.provenance import provenance
 from spectrain.core.target import Target
+from spectrain.data.online import OnlineStore
 from spectrain.data.shard import RowInfo
 from spectrain.data.store import FeatureStore
 from spectrain.heads.base import DraftHead
@@ -60,6 +61,11 @@ class TrainConfig(TrainerSettings):
 
     target: str = Field("smollm2-135m", description="target: embedded name, folder or hub id")
     store: Path = Field(Path("runs/store"), description="feature store that `prepare` wrote")
+    online: bool | Literal["auto"] = Field(
+        "auto",
+        description="true: the target computes the features of every batch, whatever is stored; "
+        "auto: where the store holds none",
+    )
     out: Path = Field(Path("runs/train"), description="folder of the run; the head is out/head")
     family: str = Field("eagle3", description="head family, e.g. eagle3 or medusa")
     head: dict[str, Any] = Field({}, description="options of the family, e.g. head.steps")
@@ -81,7 +87,7 @@ class TrainConfig(TrainerSettings):
 # others are compared by what follows from them.
 _NOT_COMPARED = FREE_TO_CHANGE | {
     *("target", "store", "out", "init", "extend", "overwrite", "epochs", "steps"),
-    *("family", "head", "put_back"),
+    *("family", "head", "put_back", "online"),
 }
 
 
@@ -107,7 +113,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
         store = FeatureStore.open(config.store)
         rows = store.rows("train")
         _require_anchors(store, rows)
-        settings = config.model_copy(update={"steps": config.total_steps(len(rows))})
+        steps, online = config.total_steps(len(rows)), _online(config, store)
+        settings = config.model_copy(update={"steps": steps, "online": online})
         identity = _identity(settings, options, store)
         finished = _finished(settings, identity)
         if finished is not None:
@@ -133,6 +140,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         else:
             del target  # its readout is all that is needed from here on
             gc.collect()
+        source = _asking(settings, store, head, accelerator) if online else store
         watched = head.everything() if settings.trunk.trained else head
         before = digests(watched)
         start_trackers(accelerator, identity, config.out)
@@ -140,7 +148,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         data = Data(
             lengths=[row.length for row in rows],
             supervised=[row.supervised for row in rows],
-            load=lambda places: store.packed([[rows[i] for i in row] for row in places], with_aux),
+            load=lambda places: source.packed([[rows[i] for i in row] for row in places], with_aux),
         )
         state = train(head, data, settings, accelerator, config.out, identity, config.extend)
         require_changes(watched, before, str(config.out), state.unreached or ())
@@ -215,6 +223,14 @@ def _require_anchors(store: FeatureStore, rows: list[RowInfo]) -> None:
         )
 
 
+def _online(config: TrainConfig, store: FeatureStore) -> bool:
+    """Whether the target is asked for features."""
+    online = not store.features if config.online == "auto" else config.online
+    if not online:
+        store.require_features((), False)
+    return online
+
+
 def _identity(settings: TrainConfig, options: BaseModel, store: FeatureStore) -> dict[str, Any]:
     """What must not change between the parts of one run."""
     init = settings.init and find_head(settings.init) / WEIGHTS
@@ -227,6 +243,8 @@ def _identity(settings: TrainConfig, options: BaseModel, store: FeatureStore) ->
     return {
         "family": settings.family,
         "store": store.manifest["fingerprint"],
+        # A store that did not round the features has the ones that are computed.
+        "online": settings.online and (store.rounded or not store.features),
         "init": sha256_file(init)[:16] if init else None,
         "steps": settings.steps,
         "head": options.model_dump(mode="json"),
@@ -274,6 +292,24 @@ def _target(settings: TrainConfig, store: FeatureStore, accelerator: Accelerator
     return from_scratch(target) if trunk.mode == "scratch" else target
 
 
+def _asking(
+    settings: TrainConfig,
+    store: FeatureStore,
+    head: DraftHead | JointHead,
+    accelerator: Accelerator,
+) -> OnlineStore:
+    """The store with a target of its own, as the one that `prepare` asks: in the type that it was
+    asked in, and neither the one whose readout a head shares nor a trunk that is trained."""
+    if accelerator.is_main_process and not store.features:
+        print("the store holds tokens alone: the target is asked at every step", file=sys.stderr)
+    target = Target.load(
+        settings.target,
+        dtype=store.manifest["settings"]["target"].get("dtype", "auto").removeprefix("torch."),
+        device=str(accelerator.device),
+    )
+    return OnlineStore(store, target, head.needs.aux_layers)
+
+
 def _head(
     kind: type[DraftHead],
     options: BaseModel,
@@ -294,6 +330,6 @@ def _head(
             )
         head.check_target(target, str(settings.init))
         head.bind(target.readout)
-    if not settings.trunk.trained:  # else they are made anew at every step
+    if not (settings.trunk.trained or settings.online):  # else they are computed at every step
         store.require_features(head.needs.aux_layers, head.needs.last_everywhere)
     return head.float()

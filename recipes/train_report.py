@@ -84,12 +84,12 @@ def about_vocabulary(store: FeatureStore, head: DraftHead) -> dict[str, Any]:
     if head.config.draft_vocab_size >= head.readout.usable:
         return {"vocabulary": None}
     total = head.config.vocab_size
-    counts = store.argmax_counts if store.has_features else store.token_counts
+    counts = store.argmax_counts if store.features else store.token_counts
     every = head.guessable(torch.arange(total, device=head.readout.weight.device)).cpu()
     found: dict[str, Any] = {
         "size": head.config.draft_vocab_size,
         "of": head.readout.usable,
-        "by": "target's choices" if store.has_features else "reply tokens",
+        "by": "target's choices" if store.features else "reply tokens",
     }
     for split in SPLITS:
         of_split = counts(split, total)

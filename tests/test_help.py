@@ -21,6 +21,7 @@ from spectrain.trainer.settings import DEFAULT_EPOCHS
 TRAIN = ("train", "train", "TrainConfig")
 RECIPES = {
     "prepare": ("prepare", "prepare", "PrepareConfig"),
+    "verify-data": ("verify_data", "verify-data", "VerifyConfig"),
     "draft-vocab": ("draft_vocab", "draft-vocab", "DraftVocabConfig"),
     **dict.fromkeys(("train-eagle", "train-medusa", "train-mtp", "train-draft"), TRAIN),
     "compare": ("compare", "compare", "CompareConfig"),
@@ -43,6 +44,7 @@ REQUIRED = {
 IN_WORDS = {
     ("prepare", "prompts"): (prepare.SHIPPED_PROMPTS, "the shipped prompts"),
     ("prepare", "limit"): (None, "all"),
+    ("verify-data", "target"): (None, "the store's own"),
     ("generate", "limit"): (None, "all"),
     ("compare", "families"): (None, "all"),
     ("check", "prompts"): (prepare.SHIPPED_PROMPTS, "the shipped prompts"),

@@ -18,8 +18,8 @@ def rows():
 LAYERS = (0, 1, 2)
 
 
-def captured(target, rows, dtype=torch.float32, batch_tokens=60):
-    return dict(capture(target, rows, LAYERS, dtype, batch_tokens))
+def captured(target, rows, dtype=torch.float32, batch_tokens=60, **more):
+    return dict(capture(target, rows, LAYERS, dtype, batch_tokens, **more))
 
 
 def test_batches_hold_every_row_once_within_the_limit(rows):
@@ -50,6 +50,34 @@ def test_states_are_those_of_the_stock_model(tiny, rows):
         best = logits.log_softmax(-1).max(-1).values
         torch.testing.assert_close(states.logprob, best, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(states.lognorm, logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("top_k", [1, 5])
+def test_top_log_probabilities_are_those_of_a_plain_softmax(tiny, rows, top_k):
+    """The k largest of log_softmax over the stock logits, likeliest first, to the rounding of
+    float16 (2⁻¹¹ of the value); the first is the argmax."""
+    for place, found in captured(tiny, rows, top_k=top_k).items():
+        row, states = rows[place], found.states
+        with torch.no_grad():
+            logits = tiny.model(input_ids=row.tokens[None].long()).logits[0]
+        plain = logits[predicting(row.reply.long())].log_softmax(-1)
+        values, ids = plain.sort(descending=True)
+        assert states.top_ids.dtype == torch.int32
+        assert torch.equal(states.top_ids.long(), ids[:, :top_k])
+        assert torch.equal(states.top_ids[:, 0], states.argmax)
+        assert states.top_logprob.dtype == torch.float16
+        torch.testing.assert_close(
+            states.top_logprob.float(), values[:, :top_k], rtol=2**-11, atol=1e-4
+        )
+    assert captured(tiny, rows)[0].states.top_ids is None
+
+
+def test_states_for_int8_stay_as_they_are_until_they_are_laid_out(tiny, rows):
+    """Rounded once, to the group; not by way of another type."""
+    found, exact = captured(tiny, rows, dtype=torch.int8), captured(tiny, rows)
+    for place in exact:
+        assert torch.equal(found[place].states.aux, exact[place].states.aux)
+        assert torch.equal(found[place].states.last, exact[place].states.last)
 
 
 def test_last_state_is_kept_on_predicting_rows_only(tiny, rows):

@@ -86,6 +86,37 @@ def test_packed_rows_hold_what_the_conversations_hold(tmp_path, everywhere):
     assert store.packed([[rows[0], rows[1]]], with_aux=False).aux is None
 
 
+def test_top_log_probabilities_are_given_back_row_by_row(tmp_path, pairs):
+    """Ids and values of each row; a store without them says how to get them."""
+    made, expected = [], []
+    for row, states in pairs:
+        ids = torch.randint(0, 50, (len(states.argmax), 3), dtype=torch.int32)
+        values = -torch.rand(len(states.argmax), 3).sort(-1).values.half()
+        expected.append((ids.long(), values.float()))
+        made.append((row, replace(states, top_ids=ids, top_logprob=values)))
+    for name, given in (("with", made), ("without", pairs)):
+        with StoreWriter.claim(tmp_path / name, SETTINGS) as writer:
+            writer.write_shard(0, "a", given[:4])
+            writer.write_shard(1, "b", given[4:])
+            writer.finish(2)
+    store = FeatureStore.open(tmp_path / "with")
+    for info in store.rows("train") + store.rows("heldout"):
+        ids, values = store.teacher_top(info)
+        assert torch.equal(ids, expected[info.index][0])
+        assert torch.equal(values, expected[info.index][1])
+    store = FeatureStore.open(tmp_path / "without")
+    with pytest.raises(SpectrainError, match="--set teacher_top=8"):
+        store.teacher_top(store.rows("train")[0])
+
+
+def test_a_row_costs_little_memory(store_path):
+    """Millions of rows are known at once: no dictionary for each, shared words kept once."""
+    rows = FeatureStore.open(store_path).rows("train")
+    assert not hasattr(rows[0], "__dict__")
+    assert all(row.split is rows[0].split and row.domain is rows[0].domain for row in rows)
+    assert b": " not in (store_path / "shard-00000.json").read_bytes()
+
+
 def test_rows_of_a_split_keep_their_order(store_path):
     store = FeatureStore.open(store_path)
     assert [row.index for row in store.rows("train")] == [0, 1, 3, 4]

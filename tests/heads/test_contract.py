@@ -13,7 +13,7 @@ from tiny_models import make_batch, random_rows
 
 from spectrain.core.batch import Batch, counted
 from spectrain.heads.io import load_head, save_head
-from spectrain.heads.registry import FAMILIES
+from spectrain.heads.registry import FAMILIES, kept_for
 from spectrain.trainer.changes import digests, require_changes
 from spectrain.trainer.loop import Data, train
 from spectrain.trainer.settings import TrainerSettings
@@ -25,6 +25,17 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 def test_every_family_is_under_test(tiny):
     assert {make(tiny, 120).family for make in KINDS.values()} == set(FAMILIES)
+
+
+@every_kind
+def test_what_a_family_says_it_reads_is_what_its_heads_need(tiny, kind):
+    """So a store that keeps only `kept_for` a family serves every head of it."""
+    head = KINDS[kind](tiny, 120)
+    aux, last = kept_for(head.family)
+    assert (aux, last == "everywhere") == (
+        bool(head.needs.aux_layers),
+        head.needs.last_everywhere,
+    )
 
 
 @pytest.fixture(params=["reduced", "all tokens", "identity"])
