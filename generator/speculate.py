@@ -7,7 +7,7 @@ drafts nothing and the same loop is plain decoding.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -32,6 +32,9 @@ from spectrain.heads.tree import TreeDefaults, TreeShape
 __all__ = ["Clock", "Completion", "Generator", "Progress"]
 
 Proposal = Literal["top-k", "drawn"]
+# Prompts are read together up to so many padded tokens: wider products are no faster, and padding
+# to the longest of all prompts can double the work (docs/LOG.md).
+_READ_TOGETHER, _GPU_READ_TOGETHER = 2048, 16384
 # Slots on a GPU are whole multiples of this: buffers and graphs of one call serve the next.
 _SLOTS = 512
 
@@ -153,7 +156,7 @@ class Generator:
         while waiting or any(index is not None for index in work):
             free = [place for place, index in enumerate(work) if index is None]
             if waiting and free:
-                places = free[: len(waiting)]
+                places = free[: self._together(len(prompts[index]) for index in waiting)]
                 chosen = [waiting.popleft() for _ in places]
                 own = [prompts[index] for index in chosen], [keys[index] for index in chosen]
                 tokens = run.admit(places, *own)
@@ -214,6 +217,16 @@ class Generator:
                 return last
             last = None  # its caches are freed before new ones are made
         return Run(self.target, drafter, rules, sorted(ends.ids), rows, slots, self.graphs)
+
+    def _together(self, lengths: Iterable[int]) -> int:
+        """How many of the prompts that wait, of these lengths, are read at once; one at least."""
+        most = _GPU_READ_TOGETHER if self.target.device.type == "cuda" else _READ_TOGETHER
+        longest = count = 0
+        for count, length in enumerate(lengths):
+            longest = max(longest, length)
+            if count and (count + 1) * longest > most:
+                return count
+        return count + 1
 
     def _narrows(self, free: int, count: int) -> bool:
         """Whether to drop finished rows: not on a GPU, whose shapes stay; elsewhere once a quarter

@@ -11,6 +11,8 @@ import torch
 from head_kinds import KINDS
 from helped_heads import Helped, helped, require_said_as_read_afresh
 
+from spectrain.generator import speculate
+from spectrain.generator.run import Run
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Generator
 from spectrain.heads.tree import TreeDefaults, TreeShape
@@ -122,3 +124,27 @@ def test_leaving_a_stream_early_is_no_harm(tiny, prompts):
         break
     again = generator.generate(prompts, 8)
     assert [c.tokens for c in again] == [c.tokens for c in Generator(tiny).generate(prompts, 8)]
+
+
+def test_prompts_are_read_a_bounded_number_of_tokens_at_a_time(tiny, prompts, monkeypatch):
+    """Padding included, unless one prompt alone is longer; no row takes a step before all that have
+    room are read, and the replies are those of reading all at once."""
+    whole = [c.tokens for c in Generator(tiny).generate(prompts, 8)]
+    done, admit, step = [], Run.admit, Run.step
+
+    def admitting(run, places, own, keys):
+        done.append([len(prompt) for prompt in own])
+        return admit(run, places, own, keys)
+
+    def stepping(run, texts):
+        done.append("step")
+        return step(run, texts)
+
+    monkeypatch.setattr(Run, "admit", admitting)
+    monkeypatch.setattr(Run, "step", stepping)
+    monkeypatch.setattr(speculate, "_READ_TOGETHER", 24)
+    assert [c.tokens for c in Generator(tiny).generate(prompts, 8)] == whole
+    assert done[: done.index("step")] == [[7, 1], [19], [4], [30], [2, 11], [1, 8]]
+    done.clear()
+    Generator(tiny).generate(prompts, 8, rows=2)
+    assert done[: done.index("step")] == [[7, 1]]
