@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ class Question:
     """One assistant turn to be made.
 
     ids: the prompt's tokens; messages and tools: the same prompt as a server takes it; place: the
-    caller's own number for it.
+    caller's own number for it; key: 16 hex digits over everything that shapes the reply.
     """
 
     ids: list[int]
@@ -20,6 +21,12 @@ class Question:
     messages: tuple[dict[str, Any], ...]
     tools: tuple[Any, ...] | None
     place: int
+    key: str
+
+    @property
+    def seed(self) -> int:
+        """What is drawn for the reply follows from it: 31 bits, which every server takes."""
+        return int(self.key, 16) % 2**31
 
 
 @dataclass(frozen=True)
@@ -36,21 +43,19 @@ class Reply:
 
 @dataclass(frozen=True)
 class Unit:
-    """Questions of one temperature that are answered and saved together.
+    """Questions of one temperature that are answered and saved together."""
 
-    key: 16 hex digits over everything that shapes the replies.
-    """
-
-    key: str
     questions: tuple[Question, ...]
+
+    @property
+    def key(self) -> str:
+        """16 hex digits over the keys of its questions."""
+        keys = ",".join(question.key for question in self.questions)
+        return hashlib.sha256(keys.encode()).hexdigest()[:16]
 
     @property
     def temperature(self) -> float:
         return self.questions[0].temperature
-
-    @property
-    def seed(self) -> int:
-        return int(self.key[:12], 16)
 
 
 class Backend(Protocol):

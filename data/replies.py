@@ -1,8 +1,10 @@
-"""Replies in units of fixed composition that are never asked for twice.
+"""Replies that are never asked for twice: kept by question, in files of units.
 
-A unit is a group of questions of similar length that are answered together. Its key is a hash of
-all that shapes the replies (backend, prompts, temperature, seed), its file appears whole or not at
-all, and its sampling seed follows from its key: a killed run, repeated, gives the same replies.
+A unit is a group of questions of similar length that are answered together; its file appears whole
+or not at all. A killed run, repeated, asks for the units that have no file. They have the same
+questions as before, since questions come in a fixed order and all units but the last of a
+temperature have the same size; so the replies are the same to the last bit. With further
+conversations only theirs are asked for, in units of their own.
 """
 
 from __future__ import annotations
@@ -18,75 +20,53 @@ from spectrain.core.files import read_json, write_json
 from spectrain.data.questions import Backend, Question, Reply, Unit
 
 
-def plan_units(
-    questions: Iterable[Question], size: int, identity: str, seed: int
-) -> Iterator[Unit]:
-    """Units of `size` questions, cut from questions ordered by temperature and length; which
-    question falls into which unit depends on the set of questions alone."""
+def question_key(identity: str, seed: int, temperature: float, ids: list[int]) -> str:
+    """16 hex digits over all that shapes a reply: who answers and how, the draw, the prompt."""
+    shaped_by = json.dumps([identity, seed, temperature, ids])
+    return hashlib.sha256(shaped_by.encode()).hexdigest()[:16]
+
+
+def plan_units(questions: Iterable[Question], size: int) -> Iterator[Unit]:
+    """Units of `size` questions, cut from questions ordered by temperature and length."""
     part: list[Question] = []
     for question in questions:
         if part and (len(part) == size or part[0].temperature != question.temperature):
-            yield Unit(_key(part, identity, seed), tuple(part))
+            yield Unit(tuple(part))
             part = []
         part.append(question)
     if part:
-        yield Unit(_key(part, identity, seed), tuple(part))
+        yield Unit(tuple(part))
 
 
 class ReplyFolder:
-    """The files of answered units."""
+    """The files of answered units: the keys of the questions and their replies."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-
-    def has(self, unit: Unit) -> bool:
-        """Whether the unit is answered."""
-        return self.load(unit) is not None
-
-    def load(self, unit: Unit) -> list[Reply] | None:
-        """The replies of an answered unit, in the order of its questions; None when it has to be
-        asked (again): no file, or not a whole one."""
-        file = self._file(unit.key)
-        if not file.is_file():
-            return None
-        try:
-            content = read_json(file)
-            replies = [Reply(**reply) for reply in content["replies"]]
-            whole = content["key"] == unit.key and len(replies) == len(unit.questions)
-        except (SpectrainError, KeyError, TypeError):
-            return None
-        return replies if whole else None
 
     def ask(self, backend: Backend, units: Iterable[Unit]) -> Iterator[tuple[Unit, list[Reply]]]:
         """Have units answered; each is on the disk before it is told of. Raises RunFailed on a full
         disk."""
         for unit, replies in backend.answer(units):
             assert len(replies) == len(unit.questions), "one reply for each question"
+            said = zip(unit.questions, replies, strict=True)
             write_json(
                 self._file(unit.key),
-                {
-                    "key": unit.key,
-                    "temperature": unit.temperature,
-                    "replies": [asdict(reply) for reply in replies],
-                },
+                {"replies": {question.key: asdict(reply) for question, reply in said}},
             )
             yield unit, replies
 
-    def prune(self, keys: set[str]) -> None:
-        """Remove the files of all other units."""
-        for file in self.folder.glob("unit-*.json"):
-            if file.stem.removeprefix("unit-") not in keys:
-                file.unlink()
+    def read(self, units: Iterable[str] | None = None) -> Iterator[tuple[str, Reply]]:
+        """(key of a question, its reply) of these units (by key), or of all that there are; a file
+        that is damaged counts for nothing."""
+        files = sorted(self.folder.glob("unit-*.json")) if units is None else map(self._file, units)
+        for file in files:
+            try:
+                found = read_json(file)["replies"]
+                replies = [(key, Reply(**reply)) for key, reply in found.items()]
+            except (SpectrainError, KeyError, TypeError, AttributeError):
+                continue
+            yield from replies
 
     def _file(self, key: str) -> Path:
         return self.folder / f"unit-{key}.json"
-
-
-def _key(questions: list[Question], identity: str, seed: int) -> str:
-    shaped_by = [
-        identity,
-        seed,
-        questions[0].temperature,
-        [question.ids for question in questions],
-    ]
-    return hashlib.sha256(json.dumps(shaped_by).encode()).hexdigest()[:16]

@@ -16,6 +16,7 @@ from spectrain.data.conversations import Conversation, split_of
 from spectrain.data.fates import Fates
 from spectrain.data.loops import loops
 from spectrain.data.questions import Question, Reply
+from spectrain.data.replies import question_key
 from spectrain.data.shard import Row
 from spectrain.data.spool import Spool
 from spectrain.data.tokenise import Refused, Turn, given_rows, prompt_ids, text_row, turn_rows
@@ -24,7 +25,8 @@ from spectrain.data.tokenise import Refused, Turn, given_rows, prompt_ids, text_
 @dataclass(frozen=True)
 class RowRules:
     """How rows are made. temperatures, heldout_temperatures: of the replies that are asked for;
-    heldout: share of the prompts that are held out; longest: tokens of a prompt that is asked."""
+    heldout: share of the prompts that are held out; longest: tokens of a prompt that is asked;
+    seed: of what is drawn."""
 
     temperatures: tuple[float, ...]
     heldout_temperatures: tuple[float, ...]
@@ -33,6 +35,7 @@ class RowRules:
     max_length: int
     drop_length_stopped: bool
     drop_loops: bool
+    seed: int
 
     def split(self, conversation: Conversation) -> str:
         """The side of a conversation, by its prompt alone."""
@@ -54,12 +57,17 @@ def source_hash(conversations: Iterable[Conversation]) -> str:
     return digest.hexdigest()[:16]
 
 
-def ask_round(spool: Spool, turn: int, tokenizer, rules: RowRules, fates: Fates) -> int:
+def ask_round(
+    spool: Spool, turn: int, tokenizer, rules: RowRules, identity: str, fates: Fates
+) -> int:
     """Note the questions of a round in the spool: turn 0 of every talk, or turn 1, 2, … of those
-    that go on. Returns how many. Prompts that are too long or refused by the template go to
-    `fates` in the first round, and end their talk in later ones."""
+    that go on. Returns how many have their replies already. Prompts that are too long or refused by
+    the template go to `fates` in the first round, and end their talk in later ones.
+
+    identity: of who answers, see `questions.Backend`.
+    """
+    known = 0
     with spool.writing():
-        spool.end_round()
         for place, conversation in spool.conversations():
             for temperature in rules.asked_at(conversation):
                 talk = spool.replies(conversation.id, temperature) if turn else []
@@ -70,25 +78,26 @@ def ask_round(spool: Spool, turn: int, tokenizer, rules: RowRules, fates: Fates)
                     continue
                 asked = replace(conversation, messages=messages)
                 try:
-                    spool.ask(
-                        conversation.id, temperature, prompt_ids(tokenizer, asked, rules.longest)
-                    )
+                    ids = prompt_ids(tokenizer, asked, rules.longest)
                 except Refused as refused:
                     if not turn:
                         fates.drop(refused.reason, place)
                         break  # for the other temperatures as well
                     fates.drop(f"later-turn-{refused.reason}", place)
-    return spool.asked()
+                    continue
+                key = question_key(identity, rules.seed, temperature, ids)
+                known += not spool.ask(conversation.id, temperature, ids, key)
+    return known
 
 
 def questions_of(spool: Spool) -> Iterator[Question]:
-    """The questions of the round, in the order of asking."""
-    for place, name, temperature, ids in spool.questions():
+    """The questions of the round that nobody has answered, in the order of asking."""
+    for place, name, temperature, ids, key in spool.questions():
         conversation = spool.conversation(name)
         talk = spool.replies(name, temperature)
         messages = conversation.prompt([_message(reply) for _, reply in talk])
         assert messages is not None, "it was asked"
-        yield Question(ids, temperature, messages, conversation.tools, place)
+        yield Question(ids, temperature, messages, conversation.tools, place, key)
 
 
 def rows_of(

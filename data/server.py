@@ -2,14 +2,13 @@
 
 At most `concurrency` questions are asked at a time, over all units; the units are read as they are
 needed and handed over as soon as they are whole. Everything that draws a reply is sent with every
-question, and its seed follows from the unit's key and the question's index: a rerun asks the same.
+question, and its seed follows from the question's key: a rerun asks the same.
 What the server read is compared with what the target would read, see `chat_api.check_prompt`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 from collections import Counter
@@ -124,7 +123,7 @@ class Server:
             while len(asked) < self.concurrency and (item := next(waiting, None)):
                 part, number = item
                 question = part.unit.questions[number]
-                ask = self._ask(openai, client, question, _seed(part.unit, number))
+                ask = self._ask(openai, client, question)
                 asked[asyncio.create_task(ask)] = item
             if not asked:
                 return set()
@@ -163,14 +162,13 @@ class Server:
                 where=self._shown_url,
                 fix=f"it has: {', '.join(names[:10])}{more}",
             )
-        await self._ask(openai, client, unit.questions[0], _seed(unit, 0), trial=True)
+        await self._ask(openai, client, unit.questions[0], trial=True)
 
     async def _ask(
         self,
         openai: ModuleType,
         client: Any,
         question: Question,
-        seed: int,
         trial: bool = False,
     ) -> Reply:
         """One question; a trial asks for one token and is not counted."""
@@ -183,7 +181,7 @@ class Server:
                 temperature=question.temperature,
                 top_p=self.top_p,
                 max_tokens=1 if trial else self.max_new_tokens,
-                seed=seed,
+                seed=question.seed,
                 extra_body={key: value for key, value in body.items() if value is not None},
                 **more,
             )
@@ -256,12 +254,6 @@ def _is_address(url: str) -> bool:
         return bool(known) and url.isprintable()
     except ValueError:  # of the port
         return False
-
-
-def _seed(unit: Unit, number: int) -> int:
-    """31 bits that differ from question to question; signed 32 are what every server takes."""
-    digest = hashlib.sha256(f"{unit.key}:{number}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
 
 
 def _openai() -> ModuleType:

@@ -1,8 +1,9 @@
 """What a preparation knows before the store exists, on disk: any number of rows in little memory.
 
 conversations   each once, by content hash; of equal ones with unequal facts always the same one
+known           all replies that there are, by the key of their question
 replies         what the target said, by conversation, temperature and turn
-questions       the prompts of one round of asking
+questions       the prompts of one round that nobody has answered yet
 rows            tokens and masks, in the order of the store, cut into shards
 
 A spool is made anew by every run: what is expensive (replies, shards) is kept elsewhere. One
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,7 +35,8 @@ CREATE TABLE replies (
     id TEXT, temperature REAL, turn INTEGER, prompt BLOB, reply TEXT,
     PRIMARY KEY (id, temperature, turn));
 CREATE TABLE questions (
-    place INTEGER PRIMARY KEY, id TEXT, temperature REAL, length INTEGER, prompt BLOB);
+    place INTEGER PRIMARY KEY, id TEXT, temperature REAL, length INTEGER, prompt BLOB, key TEXT);
+CREATE TABLE known (key TEXT PRIMARY KEY, reply TEXT);
 CREATE TABLE rows (
     number INTEGER PRIMARY KEY, shard INTEGER, facts TEXT, tokens BLOB, reply BLOB);
 CREATE INDEX rows_of_shard ON rows (shard);
@@ -144,42 +146,68 @@ class Spool:
 
     # ── questions and replies ────────────────────────────────────────────────
 
-    def ask(self, name: str, temperature: float, prompt: list[int]) -> None:
-        """Note the next question of a conversation."""
-        self._base.execute(
-            "INSERT INTO questions (id, temperature, length, prompt) VALUES (?, ?, ?, ?)",
-            (name, temperature, len(prompt), _bytes(prompt)),
-        )
+    def know(self, replies: Iterable[tuple[str, Reply]]) -> None:
+        """Note replies by the keys of their questions."""
+        with self.writing():
+            self._base.executemany(
+                "INSERT OR IGNORE INTO known VALUES (?, ?)",
+                ((key, json.dumps(vars(reply))) for key, reply in replies),
+            )
+
+    def ask(self, name: str, temperature: float, prompt: list[int], key: str) -> bool:
+        """Note the next question of a conversation, or its reply where that is known already;
+        whether it is to be asked."""
+        known = self._base.execute("SELECT reply FROM known WHERE key = ?", (key,)).fetchone()
+        if known is None:
+            self._base.execute(
+                "INSERT INTO questions (id, temperature, length, prompt, key) "
+                "VALUES (?, ?, ?, ?, ?)",
+                (name, temperature, len(prompt), _bytes(prompt), key),
+            )
+        else:
+            self._base.execute(
+                "INSERT INTO replies SELECT ?1, ?2, "
+                "(SELECT count(*) FROM replies WHERE id = ?1 AND temperature = ?2), ?3, ?4",
+                (name, temperature, _bytes(prompt), *known),
+            )
+        return known is None
+
+    def end_round(self) -> None:
+        """Every question of the round gets its reply, which is known by now."""
+        with self.writing():
+            self._base.execute(
+                "INSERT INTO replies SELECT id, temperature, "
+                "(SELECT count(*) FROM replies AS earlier WHERE earlier.id = questions.id "
+                "AND earlier.temperature = questions.temperature), prompt, reply "
+                "FROM questions JOIN known USING (key)"
+            )
+            missing = self._base.execute(
+                "SELECT count(*) FROM questions WHERE key NOT IN (SELECT key FROM known)"
+            ).fetchone()[0]
+            assert not missing, "every question has just been answered"
+            self._base.execute("DELETE FROM questions")
+
+    def answered(self, turn: int) -> int:
+        """Replies to the questions of a turn, counted from 0."""
+        found = self._base.execute("SELECT count(*) FROM replies WHERE turn = ?", (turn,))
+        return found.fetchone()[0]
 
     def asked(self) -> int:
-        """Questions of this round."""
-        return self._base.execute("SELECT count(*) FROM questions").fetchone()[0]
+        """Different questions of this round."""
+        return self._base.execute("SELECT count(DISTINCT key) FROM questions").fetchone()[0]
 
     def prompt_tokens(self) -> int:
         """Tokens of the prompts of this round."""
         return self._base.execute("SELECT coalesce(sum(length), 0) FROM questions").fetchone()[0]
 
-    def questions(self) -> Iterator[tuple[int, str, float, list[int]]]:
-        """(place, conversation, temperature, prompt's ids), by temperature and length; the order
-        depends on the set of questions alone."""
-        for place, name, temperature, prompt in self._select(
-            "SELECT place, id, temperature, prompt FROM questions "
-            "ORDER BY temperature, length, prompt, id"
+    def questions(self) -> Iterator[tuple[int, str, float, list[int], str]]:
+        """(place, conversation, temperature, prompt's ids, key), by temperature and length; the
+        order depends on the set of questions alone. Of equal questions only the first."""
+        for place, name, temperature, prompt, key in self._select(
+            "SELECT min(place), id, temperature, prompt, key FROM questions GROUP BY key "
+            "ORDER BY temperature, length, prompt"
         ):
-            yield place, name, temperature, _ids(prompt)
-
-    def end_round(self) -> None:
-        """Forget the questions."""
-        self._base.execute("DELETE FROM questions")
-
-    def take(self, place: int, reply: Reply) -> None:
-        """Note the reply to a question of this round."""
-        self._base.execute(
-            "INSERT INTO replies SELECT id, temperature, (SELECT count(*) FROM replies AS earlier "
-            "WHERE earlier.id = questions.id AND earlier.temperature = questions.temperature), "
-            "prompt, ? FROM questions WHERE place = ?",
-            (json.dumps(vars(reply)), place),
-        )
+            yield place, name, temperature, _ids(prompt), key
 
     def replies(self, name: str, temperature: float) -> list[tuple[list[int], Reply]]:
         """(prompt's ids, reply) of each turn answered so far."""

@@ -13,7 +13,11 @@ from spectrain.generator.decode import complete
 
 
 class OwnTarget:
-    """Answers a unit as one batch of plain decoding; the same unit gets the same replies."""
+    """Answers a unit as one batch of plain decoding; the same unit gets the same replies.
+
+    What is drawn for a reply depends on its question alone; which others it shares a batch with
+    can matter by rounding only.
+    """
 
     def __init__(self, target: Target, max_new_tokens: int, top_p: float) -> None:
         self.target, self.max_new_tokens, self.top_p = target, max_new_tokens, top_p
@@ -27,7 +31,7 @@ class OwnTarget:
                 self.max_new_tokens,
                 temperature=unit.temperature,
                 top_p=self.top_p,
-                seed=unit.seed,
+                numbers=[question.seed for question in unit.questions],
             )
             yield unit, [Reply(self._text(one), one.finish, one.tokens) for one in done]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from spectrain.core.target import Target
@@ -17,7 +19,12 @@ def complete(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    numbers: Sequence[int] | None = None,
 ) -> list[Completion]:
-    """Replies to token prompts [n], as one batch; the same call gives the same replies."""
+    """Replies to token prompts [n], as one batch; the same call gives the same replies.
+
+    numbers: those of the prompts (None: 0, 1, 2 …); what is drawn for a prompt follows from its
+    number and the seed.
+    """
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
-    return Generator(target).generate(prompts, max_new_tokens, sampling)
+    return Generator(target).generate(prompts, max_new_tokens, sampling, numbers=numbers)

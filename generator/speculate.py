@@ -90,14 +90,15 @@ class Generator:
         max_new_tokens: int,
         sampling: Sampling | None = None,
         rows: int | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """Complete token prompts [n], `rows` of them (None: all) at a time.
+        """Complete token prompts [n], `rows` of them (None: all) at a time; numbers: see `stream`.
 
         A reply ends with "stop" after a stop token or string, with "length" after max_new_tokens or
         where the target's context is full.
         """
         results = [Completion() for _ in prompts]
-        for progress in self.stream(prompts, max_new_tokens, sampling, rows):
+        for progress in self.stream(prompts, max_new_tokens, sampling, rows, numbers):
             results[progress.index] = progress.completion
         return results
 

@@ -112,6 +112,7 @@ def _rules(config: PrepareConfig, target: Target) -> RowRules:
         max_length=min(config.max_length, target.max_length),
         drop_length_stopped=config.length_stopped == "drop",
         drop_loops=config.loops == "drop",
+        seed=config.seed,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from spectrain.core.files import free_bytes
 from spectrain.core.progress import progress
@@ -33,29 +33,25 @@ def answer(
 ) -> None:
     """Ask what has to be asked, a round for each assistant turn; the replies are in the spool."""
     folder = ReplyFolder(config.store / REPLIES)
-    keys: set[str] = set()
+    if team.main:
+        spool.know(folder.read())
     turn = 0
     while True:
+        known = 0
         if team.main:
-            ask_round(spool, turn, target.tokenizer, rules, fates)
+            known = ask_round(spool, turn, target.tokenizer, rules, backend.identity, fates)
+            work.kept_replies += known
         team.wait()
-        if not spool.asked():
+        if not spool.asked() and not spool.answered(turn):
             break
         if team.main and not turn:
             _require_room(config, target, writer, spool)
-        _ask_units(config, team, backend, spool, folder, turn, work)
+        _ask_units(config, team, backend, spool, folder, known, turn, work)
         team.wait()
         if team.main:
-            with spool.writing():
-                for unit in _units(config, backend, spool):
-                    keys.add(unit.key)
-                    replies = folder.load(unit)
-                    assert replies is not None, "every unit has just been answered"
-                    for question, reply in zip(unit.questions, replies, strict=True):
-                        spool.take(question.place, reply)
+            spool.know(folder.read(unit.key for unit in _units(config, spool)))
+            spool.end_round()
         turn += 1
-    if team.main:
-        folder.prune(keys)
 
 
 def _require_room(config: PrepareConfig, target: Target, writer: StoreWriter, spool: Spool) -> None:
@@ -87,8 +83,8 @@ def _require_room(config: PrepareConfig, target: Target, writer: StoreWriter, sp
         )
 
 
-def _units(config: PrepareConfig, backend: Backend, spool: Spool) -> Iterator[Unit]:
-    return plan_units(questions_of(spool), config.reply_batch, backend.identity, config.seed)
+def _units(config: PrepareConfig, spool: Spool) -> Iterator[Unit]:
+    return plan_units(questions_of(spool), config.reply_batch)
 
 
 def _ask_units(
@@ -97,23 +93,21 @@ def _ask_units(
     backend: Backend,
     spool: Spool,
     folder: ReplyFolder,
+    known: int,
     turn: int,
     work: Work,
 ) -> None:
-    """Answer this process's units of a round that have no file yet."""
+    """Answer this process's units of a round."""
     label = "answer" if not turn else f"answer, turn {turn + 1}"
-    with progress(spool.asked(), label, "replies") as bar:
+    with progress(known + spool.asked(), label, "replies", done=known) as bar:
 
-        def waiting() -> Iterable[Unit]:
-            for number, unit in enumerate(_units(config, backend, spool)):
-                if not team.mine(number):
-                    bar.skip(len(unit.questions))
-                elif folder.has(unit):
-                    work.kept_replies += len(unit.questions)
-                    bar.skip(len(unit.questions))
-                else:
+        def mine() -> Iterator[Unit]:
+            for number, unit in enumerate(_units(config, spool)):
+                if team.mine(number):
                     yield unit
+                else:
+                    bar.skip(len(unit.questions))
 
-        for unit, replies in folder.ask(backend, waiting()):
+        for unit, replies in folder.ask(backend, mine()):
             work.answered += sum(len(reply.tokens or ()) for reply in replies)
             bar.update(len(unit.questions))

@@ -61,7 +61,7 @@ def estimate(
             spool, config.prompts, config.regenerate, config.on_bad_row, config.limit, fates
         )
         given = _given(spool, target, rules, fates)
-        ask_round(spool, 0, target.tokenizer, rules, fates)
+        ask_round(spool, 0, target.tokenizer, rules, "", fates)
         asked, replies = _asked(spool, rules, config.max_new_tokens)
         reading = _reading_rate(target, spool, layers)
         answering = None
@@ -104,7 +104,7 @@ def _given(spool: Spool, target: Target, rules: RowRules, fates: Fates) -> Exten
 def _asked(spool: Spool, rules: RowRules, longest: int) -> tuple[Extent, int]:
     """(rows that the target is to answer, each reply as long as it may be; replies)."""
     most, replies = Extent(), 0
-    for _, name, _, ids in spool.questions():
+    for _, name, _, ids, _ in spool.questions():
         conversation = spool.conversation(name)
         turns = conversation.turns
         # What users say later is not tokenised before it is asked: some four characters a token.
@@ -118,7 +118,7 @@ def _asked(spool: Spool, rules: RowRules, longest: int) -> tuple[Extent, int]:
 @torch.inference_mode()
 def _reading_rate(target: Target, spool: Spool, layers: tuple[int, ...]) -> float:
     """Tokens per second of the target's forward over text of this kind."""
-    lengths = [len(ids) for _, _, _, ids in islice(spool.questions(), 64)] or [256]
+    lengths = [len(ids) for _, _, _, ids, _ in islice(spool.questions(), 64)] or [256]
     length = max(16, min(sum(lengths) // len(lengths) + 64, target.max_length))
     tokens = torch.ones(max(1, _PROBE_TOKENS // length), length, dtype=torch.int64)
     tokens = tokens.to(target.device)
@@ -137,7 +137,7 @@ def _answering_rate(target: Target, spool: Spool, config: PrepareConfig) -> floa
     seconds = []
     for longest in (1, _PROBE_REPLY):
         backend = OwnTarget(target, longest, config.top_p)
-        unit = next(plan_units(questions, config.reply_batch, backend.identity, config.seed))
+        unit = next(plan_units(questions, config.reply_batch))
         start = time.perf_counter()
         list(backend.answer([unit]))
         seconds.append(time.perf_counter() - start)

@@ -123,12 +123,13 @@ def question(place: int, text: str | None = None, temperature: float = 0.7) -> Q
         messages=({"role": "user", "content": text},),
         tools=None,
         place=place,
+        key=f"{place:016x}",
     )
 
 
 def unit(number: int, questions: int = 3) -> Unit:
     places = range(number * 100, number * 100 + questions)
-    return Unit(f"{number:016x}", tuple(question(place) for place in places))
+    return Unit(tuple(question(place) for place in places))
 
 
 def ask_of(body: dict) -> str:

@@ -1,5 +1,7 @@
 """What a server is asked, word for word, and what its answers become."""
 
+from dataclasses import replace
+
 import pytest
 from chat_server import ChatServer, ask_of, backend, echo, question, said, unit
 
@@ -53,12 +55,14 @@ def test_a_rerun_asks_the_same_and_no_two_questions_share_a_seed():
     assert len({body["seed"] for body in bodies[0]}) == 12
 
 
-def test_seed_follows_from_the_key_and_the_place_in_the_unit():
-    """The same question in a unit of another key is drawn anew."""
-    same = Unit("f" * 16, (question(1), question(1)))
+def test_seed_follows_from_the_question_alone():
+    """Whatever unit it is in; with another key it is drawn anew."""
+    one, other = question(1), replace(question(1), key="f" * 16)
     with ChatServer(echo) as server:
-        list(backend(server).answer([same, Unit("e" * 16, same.questions)]))
-    assert len({body["seed"] for body in server.asked}) == 4
+        list(backend(server).answer([Unit((one, other)), Unit((one,))]))
+    seeds = sorted(body["seed"] for body in server.asked)
+    assert seeds == sorted([one.seed, one.seed, other.seed])
+    assert one.seed != other.seed
 
 
 def test_identity_is_all_that_shapes_the_replies_and_nothing_else():
@@ -77,7 +81,7 @@ def test_identity_is_all_that_shapes_the_replies_and_nothing_else():
 
 def test_text_of_all_kinds_arrives_whole():
     text = 'Grüße 你好 🙂 \u2028 \\ " \x7f\ttab\r\nrow'
-    asked = Unit("a" * 16, (question(0, text),))
+    asked = Unit((question(0, text),))
     with ChatServer(echo) as server:
         [(_, [reply])] = backend(server).answer([asked])
     assert ask_of(server.asked[0]) == text
@@ -94,7 +98,7 @@ def test_tools_and_tool_calls_are_sent_in_the_form_of_the_api():
         {"role": "user", "content": "so?"},
     )
     tools = (function, {"type": "function", "function": function})
-    asked = Unit("a" * 16, (Question([1, 2, 3], 0.0, messages, tools, 7),))
+    asked = Unit((Question([1, 2, 3], 0.0, messages, tools, 7, "7" * 16),))
     with ChatServer(echo) as server:
         list(backend(server).answer([asked]))
     body = server.asked[0]

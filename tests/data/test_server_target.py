@@ -46,11 +46,16 @@ def conversations() -> list[Conversation]:
 def units_of(target, temperature=0.0) -> list[Unit]:
     questions = [
         Question(
-            prompt_ids(target.tokenizer, each, 400), temperature, each.messages, each.tools, place
+            prompt_ids(target.tokenizer, each, 400),
+            temperature,
+            each.messages,
+            each.tools,
+            place,
+            f"{place:016x}",
         )
         for place, each in enumerate(conversations())
     ]
-    return [Unit("a" * 16, tuple(questions[:4])), Unit("b" * 16, tuple(questions[4:]))]
+    return [Unit(tuple(questions[:4])), Unit(tuple(questions[4:]))]
 
 
 def replies_of(server: ChatServer, units: list[Unit]) -> dict[int, object]:

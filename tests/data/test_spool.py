@@ -67,38 +67,42 @@ def test_choice_by_source_and_by_limit(tmp_path):
 
 
 def test_a_talk_grows_by_turns(tmp_path):
-    """Replies come back in the order of their rounds, each with the prompt that it answers."""
+    """Replies come back in the order of their rounds, each with the prompt that it answers; the
+    cooler talk's are known before they are asked for."""
     conversation = talk(0)
     with Spool(tmp_path) as spool:
         fill(spool, [(conversation, 0)])
+        spool.know((f"cool {turn}", Reply(f"0.0 {turn}", "stop", [turn])) for turn in range(3))
         for turn in range(3):
+            assert spool.ask(conversation.id, 0.5, [7] * (turn + 1), f"warm {turn}")
+            assert not spool.ask(conversation.id, 0.0, [70000 + turn], f"cool {turn}")
+            assert (spool.asked(), spool.prompt_tokens()) == (1, turn + 1)
+            ((_, name, temperature, ids, key),) = spool.questions()
+            assert (name, temperature, ids) == (conversation.id, 0.5, [7] * (turn + 1))
+            assert spool.answered(turn) == 1
+            spool.know([(key, Reply(f"0.5 {turn}", "stop", [turn]))])
             spool.end_round()
-            spool.ask(conversation.id, 0.5, [7] * (turn + 1))
-            spool.ask(conversation.id, 0.0, [70000 + turn])
-            assert spool.asked() == 2
-            assert spool.prompt_tokens() == turn + 2
-            for place, name, temperature, ids in list(spool.questions()):
-                spool.take(place, Reply(f"{temperature} {turn}", "stop", [turn]))
-                assert (name, ids) == (
-                    conversation.id,
-                    [7] * (turn + 1) if temperature else [70000 + turn],
-                )
+            assert (spool.asked(), spool.answered(turn)) == (0, 2)
         assert [p for p, _ in spool.replies(conversation.id, 0.5)] == [[7], [7, 7], [7, 7, 7]]
-        assert [r.text for _, r in spool.replies(conversation.id, 0.0)] == [
-            "0.0 0",
-            "0.0 1",
-            "0.0 2",
-        ]
+        assert [p for p, _ in spool.replies(conversation.id, 0.0)] == [[70000], [70001], [70002]]
+        for temperature in (0.0, 0.5):
+            texts = [reply.text for _, reply in spool.replies(conversation.id, temperature)]
+            assert texts == [f"{temperature} {turn}" for turn in range(3)]
         assert spool.replies(conversation.id, 1.0) == []
 
 
 def test_questions_are_ordered_by_temperature_and_length(tmp_path):
-    """Whatever the order of asking; ids beyond one byte sort as numbers do."""
-    asked = [(1.0, [5, 5]), (0.0, [300]), (0.0, [4]), (1.0, [9]), (0.0, [1, 2, 3])]
+    """Whatever the order of asking; ids beyond one byte sort as numbers do; a question that two
+    conversations have is asked once and answers both."""
+    asked = [(1.0, [5, 5]), (0.0, [300]), (0.0, [4]), (1.0, [9]), (0.0, [1, 2, 3]), (0.0, [4])]
     with Spool(tmp_path) as spool:
         for number, (temperature, ids) in enumerate(asked):
-            spool.ask(f"{number}", temperature, ids)
-        found = [(temperature, ids) for _, _, temperature, ids in spool.questions()]
+            spool.ask(f"{number}", temperature, ids, f"{temperature}{ids}")
+        found = [(temperature, ids) for _, _, temperature, ids, _ in spool.questions()]
+        assert spool.asked() == 5
+        spool.know((key, Reply(key, "stop", None)) for *_, key in list(spool.questions()))
+        spool.end_round()
+        assert [spool.replies(n, 0.0)[0][1].text for n in "25"] == ["0.0[4]"] * 2
     assert found == [(0.0, [4]), (0.0, [300]), (0.0, [1, 2, 3]), (1.0, [9]), (1.0, [5, 5])]
 
 

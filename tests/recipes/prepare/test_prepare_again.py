@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from preparing import PROMPTS, content, write
+from preparing import PROMPTS, content, prompt, write
 from tiny_models import save_tiny
 
 from spectrain.core.errors import SpectrainError
@@ -83,3 +83,34 @@ def test_damaged_shard_is_made_anew(config, clean):
     file.write_bytes(file.read_bytes()[:-7])
     prepare.run(config())
     assert content(config().store) == clean
+
+
+def test_further_prompts_alone_are_asked(config, monkeypatch):
+    """Replies are kept by question: with four prompts more, or in another batch size, nothing else
+    is asked again, and the replies that there were are the same."""
+    first = prepare.run(config())
+    path = Path(config().prompts[0].path)
+    before = {row.id: FeatureStore.open(config().store).text(row) for row in all_rows(config())}
+    write(path, [*PROMPTS, *(prompt(f"How many pears are {n}?") for n in range(4))])
+    asked = []
+    real = answering.complete
+
+    def complete(target, prompts, *settings, **more):
+        asked.extend(prompts)
+        return real(target, prompts, *settings, **more)
+
+    monkeypatch.setattr(answering, "complete", complete)
+    report = prepare.run(config(overwrite=True, reply_batch=3))
+    assert report["kept"]["replies"] == sum(first["counts"]["rows"].values())
+    made = sum(report["counts"]["rows"].values()) - report["kept"]["replies"]
+    assert len(asked) == made >= 4
+    store = FeatureStore.open(config().store)
+    after = {(row.id, row.temperature): store.text(row) for row in all_rows(config())}
+    assert len(after) == made + report["kept"]["replies"]
+    texts = {tuple(tokens.tolist()) for tokens, _ in after.values()}
+    assert all(tuple(tokens.tolist()) in texts for tokens, _ in before.values())
+
+
+def all_rows(config):
+    store = FeatureStore.open(config.store)
+    return [*store.rows("train"), *store.rows("heldout")]
