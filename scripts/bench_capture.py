@@ -30,7 +30,7 @@ DEFINITIONS = {
 }
 
 
-def random_rows(count: int) -> list:
+def random_rows(count: int, vocabulary: int) -> list:
     """Lengths of chat: 60 to 160 tokens of prompt, 40 to 110 of reply."""
     import torch
 
@@ -43,7 +43,7 @@ def random_rows(count: int) -> list:
             int(torch.randint(low, high, (), generator=random))
             for low, high in ((60, 160), (40, 110))
         )
-        tokens = torch.randint(3, 1000, (before + after,), generator=random, dtype=torch.int32)
+        tokens = torch.randint(vocabulary, (before + after,), generator=random, dtype=torch.int32)
         reply = torch.tensor([0] * before + [1] * after, dtype=torch.int16)
         rows.append(Row(id=f"{number:016x}", split="train", tokens=tokens, reply=reply))
     return rows
@@ -69,7 +69,7 @@ def main() -> None:
     from spectrain.data.writer import StoreWriter
 
     target = Target.load(options.target, dtype=options.dtype)
-    rows = random_rows(options.rows)
+    rows = random_rows(options.rows, target.readout.usable)
     shards = plan_shards(rows, SHARD_TOKENS)
     layers = target.default_aux_layers()
     groups = []
