@@ -121,6 +121,12 @@ def _silent() -> bool:
     return os.environ.get("SPECTRAIN_QUIET", "") not in ("", "0") or not main_process()
 
 
+def say(text: str) -> None:
+    """A line of what is going on, where a bar would be shown."""
+    if not _silent():
+        print(text, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def progress(
     total: float | None = None, label: str = "", unit: str = "items", done: float = 0

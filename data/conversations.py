@@ -19,7 +19,7 @@ from typing import Any, Literal
 from spectrain.data.shapes import canonical
 
 BadRows = Literal["stop", "skip"]
-Regenerate = bool | Literal["auto", "last"]
+Regenerate = Literal[True, False, "auto", "last"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ def conversation_of(row: dict, regenerate: Regenerate) -> tuple[str, Conversatio
     roles = [message["role"] for message in messages]
     if "user" not in roles:
         return "no-user-turn", None
+    if any(m["role"] == "user" and not m["content"].strip() for m in messages):
+        return "empty-user-turn", None
     keep = roles[-1] == "assistant" if regenerate == "auto" else not regenerate
     if keep and "assistant" not in roles:
         return "no-assistant-turn", None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-PLACES = 3  # of each reason; a person looks at a few, not at all
+PLACES = 3  # of each reason that are printed; a person looks at a few
+_KEPT = 1000  # of each reason, for reports in JSON
 
 
 class Fates(Counter[str]):
-    """Counts by reason; `places` has the first few places of each ("file:line")."""
+    """Counts by reason; `places` has the first thousand places of each ("file:line")."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,5 +20,5 @@ class Fates(Counter[str]):
         self[reason] += 1
         if where is not None:
             known = self.places.setdefault(reason, [])
-            if len(known) < PLACES:
+            if len(known) < _KEPT:
                 known.append(where)

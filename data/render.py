@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jinja2
 
@@ -46,9 +47,11 @@ class TurnText:
 def prompt_text(tokenizer, conversation: Conversation) -> str:
     """What the target is asked to continue.
 
-    Raises Refused: template-rejects, prefix-mismatch, no-generation-prompt, tools-not-rendered.
+    Raises Refused: template-rejects, prefix-mismatch, no-generation-prompt, tools-not-rendered,
+    special-token-in-text.
     """
     messages, tools = list(conversation.messages), conversation.tools
+    _refuse_special(tokenizer, messages)
     prompt = _render(tokenizer, messages, tools, generation=True)
     _require_generation(tokenizer, messages, tools, prompt)
     if tools and prompt == _render(tokenizer, messages, None, generation=True):
@@ -56,13 +59,29 @@ def prompt_text(tokenizer, conversation: Conversation) -> str:
     return prompt
 
 
+def keeps_history(tokenizer) -> bool:
+    """Whether a reply stands in later prompts as it was written, its thinking included: then a
+    conversation is one row."""
+    reply = "<think>\nof it\n</think>\n\nAn answer."
+    first = [{"role": "user", "content": "A question."}]
+    later = [*first, {"role": "assistant", "content": reply}, {"role": "user", "content": "More?"}]
+    try:
+        before, after = (
+            _render(tokenizer, messages, None, generation=True) for messages in (first, later)
+        )
+    except Refused:
+        return True
+    return after.startswith(before + reply)
+
+
 def turn_texts(tokenizer, conversation: Conversation) -> list[TurnText]:
     """The assistant turns that follow a user turn, each as it was asked for and given.
 
     Raises Refused: template-rejects, prefix-mismatch, no-generation-prompt, empty-reply,
-    reasoning-not-rendered, text-not-rendered, tools-not-rendered.
+    reasoning-not-rendered, text-not-rendered, tools-not-rendered, special-token-in-text.
     """
     messages, tools = list(conversation.messages), conversation.tools
+    _refuse_special(tokenizer, messages)
     first = [message["role"] for message in messages].index("user")
     texts = []
     for place, message in enumerate(messages):
@@ -78,6 +97,27 @@ def turn_texts(tokenizer, conversation: Conversation) -> list[TurnText]:
             _require_generation(tokenizer, before, tools, prompt)
         texts.append(TurnText(prompt, reply))
     return texts
+
+
+def _refuse_special(tokenizer, messages: list[dict]) -> None:
+    """A user who writes "<|im_end|>" would end the turn: the tokenizer cannot tell that text from
+    the template's own tokens."""
+    special = _special_texts(tokenizer)
+    for message in messages:
+        if message["role"] != "assistant" and isinstance(message.get("content"), str):
+            content = message["content"]
+            if any(token in content for token in special):
+                raise Refused("special-token-in-text")
+
+
+def _special_texts(tokenizer) -> list[str]:
+    if tokenizer not in _SPECIAL:
+        added = tokenizer.added_tokens_decoder.values()
+        _SPECIAL[tokenizer] = [token.content for token in added if token.special]
+    return _SPECIAL[tokenizer]
+
+
+_SPECIAL: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def _render(tokenizer, messages, tools, generation: bool = False) -> str:

@@ -160,7 +160,7 @@ class Server:
             raise SpectrainError(
                 f"the server has no model {self.model!r}{nearest(self.model, names)}",
                 where=self._shown_url,
-                fix=f"it has: {', '.join(names[:10])}{more}",
+                fix=f"it has: {', '.join(names[:10])}{more}; name one with --set server.model=…",
             )
         await self._ask(openai, client, unit.questions[0], trial=True)
 

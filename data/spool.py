@@ -103,10 +103,13 @@ class Spool:
         )
         return False
 
-    def sizes(self, sources: int) -> list[int]:
-        """Conversations of each source."""
+    def sizes(self, sources: int, chosen: bool = False) -> list[int]:
+        """Conversations of each source, all or the chosen ones."""
         found = dict(
-            self._base.execute("SELECT source, count(*) FROM conversations GROUP BY source")
+            self._base.execute(
+                "SELECT source, count(*) FROM conversations WHERE chosen >= ? GROUP BY source",
+                (int(chosen),),
+            )
         )
         return [found.get(source, 0) for source in range(sources)]
 

@@ -13,6 +13,7 @@ from typing import Any
 from rich.text import Text
 
 from spectrain.core.show import table
+from spectrain.data.fates import PLACES
 
 OPEN, CLOSE = "⟦", "⟧"
 SUPERVISED, SPECIAL, QUIET = "bold green", "reverse", "dim"
@@ -42,7 +43,7 @@ def render(report: Mapping[str, Any]) -> Text:
     for entry in report["fates"]:
         if entry["places"] and entry["fate"] != "kept":
             text.append(f"\n{entry['fate']}:")
-            for place in entry["places"]:
+            for place in entry["places"][:PLACES]:
                 text.append(f"\n  {visible(place)}")
     return text
 

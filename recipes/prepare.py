@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from spectrain.core.errors import SpectrainError
-from spectrain.core.progress import progress
+from spectrain.core.progress import progress, say
 from spectrain.core.target import Target
 from spectrain.core.team import Team
 from spectrain.data.capture import capture, check_logits
@@ -44,6 +44,7 @@ def run(config: PrepareConfig) -> dict:
     finished before stays, and the same call goes on from there.
     """
     if config.dry_run:
+        say(f"loading {config.target}")
         target = Target.load(config.target, dtype=config.target_dtype, device=config.device)
         return estimate(config, target, _rules(config, target), _aux_layers(config, target))
     start_all()
@@ -65,6 +66,7 @@ def run(config: PrepareConfig) -> dict:
                     )
                     _require_some(len(spool), fates, config)
             with work.stage("load"):
+                say(f"loading {config.target}")
                 target = Target.load(config.target, dtype=config.target_dtype, device=team.device)
                 rules = _rules(config, target)
                 backend = _backend(config, target)
@@ -89,7 +91,15 @@ def run(config: PrepareConfig) -> dict:
             counts = _counts(writer, spool.shards(), fates)
             _require_some(sum(counts["rows"].values()), fates, config)
             manifest = writer.finish(spool.shards(), counts)
-            facts = {"sources": sources, "used": len(spool), "given_heldout": given}
+            facts = {
+                "sources": [
+                    {"path": source.path, "found": found, "used": used}
+                    for source, found, used in zip(
+                        config.prompts, sources, spool.sizes(len(sources), chosen=True), strict=True
+                    )
+                ],
+                "given_heldout": given,
+            }
             return make_report(config, manifest, work, fates, team.world, facts)
     finally:
         team.leave()
@@ -258,10 +268,9 @@ def _settings(config: PrepareConfig, target: Target, source: str, backend: str |
         "source": source,
         "aux_layers": list(_aux_layers(config, target)),
     }
-    plain = ("max_length", "heldout", "dtype", "length_stopped", "loops", "shard_tokens")
-    if config.features == "none":
-        plain += ("features",)
-    else:
+    plain = ("max_length", "heldout", "dtype", "features", "length_stopped", "loops")
+    plain += ("shard_tokens",)
+    if config.features == "stored":
         plain += ("batch_tokens",)
         shaped_by["last_states"] = "everywhere" if config.keeps_last_everywhere else "replies"
         if config.teacher_top:

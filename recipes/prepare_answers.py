@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
-from spectrain.core.files import free_bytes
 from spectrain.core.progress import progress
 from spectrain.core.target import Target
 from spectrain.core.team import Team
@@ -55,32 +53,22 @@ def answer(
 
 
 def _require_room(config: PrepareConfig, target: Target, writer: StoreWriter, spool: Spool) -> None:
-    """Before hours of answering: the prompts alone have to fit on the disk; a store that might not
-    fit is told of."""
-    replies, prompts = spool.asked(), spool.prompt_tokens()
-    longest = replies * config.max_new_tokens
-    sizes = [
+    """Before hours of answering: the first prompts alone have to fit on the disk. (All of it is
+    checked before the capture; `--dry-run` tells how much it may be.)"""
+    if config.features == "none":
+        return
+    writer.require_space(
         bytes_needed(
-            prompts + tokens,
-            tokens,
-            replies,
+            spool.prompt_tokens(),
+            0,
+            spool.asked(),
             target.hidden_size,
             len(writer.settings["aux_layers"]),
             writer.dtype,
             config.keeps_last_everywhere,
             config.teacher_top,
         )
-        for tokens in (0, longest)
-    ]
-    if config.features == "none":
-        return
-    writer.require_space(sizes[0])
-    if sizes[1] > (free := free_bytes(config.store)):
-        print(
-            f"note: the store may take up to {sizes[1] / 1e6:,.0f} MB (replies of full length), "
-            f"{free / 1e6:,.0f} MB are free",
-            file=sys.stderr,
-        )
+    )
 
 
 def _units(config: PrepareConfig, spool: Spool) -> Iterator[Unit]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from spectrain.core.config import Config, as_list
+from spectrain.data.conversations import Regenerate
 from spectrain.data.sources import Source
 from spectrain.heads.registry import kept_for
 
@@ -59,7 +60,7 @@ class PrepareConfig(Config):
     heldout: float = Field(
         0.1, ge=0, le=1, description="fraction of the prompts kept for evaluation; 1: all"
     )
-    regenerate: bool | Literal["auto", "last"] = Field(
+    regenerate: Regenerate = Field(
         "auto",
         description="true: the target answers every assistant turn anew, in order; last: only the "
         "last one; false: given replies only; auto: it answers the conversations that do not end "
@@ -73,7 +74,7 @@ class PrepareConfig(Config):
     )
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the replies, 1: everything")
     max_new_tokens: int = Field(256, ge=1, description="longest reply in tokens")
-    reply_batch: int = Field(32, ge=1, description="prompts answered together, saved together")
+    reply_batch: int = Field(64, ge=1, description="prompts answered together, saved together")
     server: Annotated[ServerConfig | None, BeforeValidator(_server)] = Field(
         None,
         description="let this server answer and not the target loaded here: its address, or "

@@ -1,7 +1,8 @@
 """`prepare --dry-run`: rows, tokens, bytes and time, before anything is spent.
 
 Exact where replies are given. Where the target is to answer, nobody knows how long it will talk:
-the upper bound is told, every reply as long as it may be. Speeds are measured on a few rows.
+what is told takes every reply for as long as it may be, and a conversation for one row (or for a
+row a turn where the template shows older turns otherwise). Speeds are measured on a few rows.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ from pathlib import Path
 
 import torch
 
+from spectrain.core.errors import SpectrainError
 from spectrain.core.files import free_bytes
 from spectrain.core.target import Target
+from spectrain.data.encode import encode
 from spectrain.data.fates import Fates
 from spectrain.data.reading import read_into
+from spectrain.data.render import keeps_history
 from spectrain.data.replies import plan_units
 from spectrain.data.rows import RowRules, ask_round, questions_of, rows_of
 from spectrain.data.shard import DTYPES, bytes_needed
 from spectrain.data.spool import Spool
+from spectrain.data.tokenise import require_template
 from spectrain.generator.answering import OwnTarget
 from spectrain.recipes.prepare_config import PrepareConfig
 
 _PROBE_TOKENS = 2048  # read once to learn how fast the target reads
+_AROUND = 16  # tokens that a template may put around a later text of a user
 _PROBE_REPLY = 17  # tokens of each reply made to learn how fast it answers
 
 
@@ -55,14 +61,23 @@ def estimate(
     config: PrepareConfig, target: Target, rules: RowRules, layers: tuple[int, ...]
 ) -> dict:
     """The report of a dry run; `estimate` are the lines to print. Nothing is written."""
-    fates = Fates()
+    fates, start = Fates(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, Spool(Path(folder)) as spool:
         sources = read_into(
             spool, config.prompts, config.regenerate, config.on_bad_row, config.limit, fates
         )
+        if any(conversation.text is None for _, conversation in spool.conversations()):
+            require_template(target.tokenizer)
         given = _given(spool, target, rules, fates)
         ask_round(spool, 0, target.tokenizer, rules, "", fates)
-        asked, replies = _asked(spool, rules, config.max_new_tokens)
+        text_seconds = time.perf_counter() - start
+        asked, replies = _asked(spool, target, rules, config.max_new_tokens)
+        if not (given + asked).rows:
+            raise SpectrainError(
+                f"no row is left: {', '.join(f'{n} {why}' for why, n in sorted(fates.items()))}",
+                where=", ".join(source.path for source in config.prompts),
+                fix="mend the source or the settings that drop its rows",
+            )
         reading = _reading_rate(target, spool, layers)
         answering = None
         if replies and config.server is None:
@@ -71,6 +86,7 @@ def estimate(
     most = given + asked
     size = 0 if config.features == "none" else _bytes(config, target, layers, most)
     seconds = {
+        "text": text_seconds,
         "answer": replies * config.max_new_tokens / answering if answering else None,
         "capture": most.tokens / reading if config.features == "stored" else 0.0,
     }
@@ -101,16 +117,24 @@ def _given(spool: Spool, target: Target, rules: RowRules, fates: Fates) -> Exten
     return known
 
 
-def _asked(spool: Spool, rules: RowRules, longest: int) -> tuple[Extent, int]:
+def _asked(spool: Spool, target: Target, rules: RowRules, longest: int) -> tuple[Extent, int]:
     """(rows that the target is to answer, each reply as long as it may be; replies)."""
     most, replies = Extent(), 0
+    one_row = keeps_history(target.tokenizer)
     for _, name, _, ids, _ in spool.questions():
         conversation = spool.conversation(name)
         turns = conversation.turns
-        # What users say later is not tokenised before it is asked: some four characters a token.
-        later = sum(len(m["content"] or "") for m in conversation.messages) // 4 * (turns > 1)
+        # What users say later is read by itself, each text with the template's words around it.
+        later = sum(
+            len(encode(target.tokenizer, message["content"] or "")) + _AROUND
+            for message in conversation.messages * (turns > 1)
+        )
+        tokens = min(len(ids) + later + turns * longest, rules.max_length)
         supervised = min(turns * longest, rules.max_length)
-        most.add(min(len(ids) + later + turns * longest, rules.max_length), supervised)
+        # A template that shows older turns otherwise makes a row of each; so may a reply that,
+        # read again as text, has other tokens.
+        for _ in range(1 if one_row else turns):
+            most.add(tokens, supervised if one_row else min(longest, rules.max_length))
         replies += turns
     return most, replies
 
@@ -168,16 +192,18 @@ def _lines(report: dict, config: PrepareConfig) -> Iterator[str]:
     yield f"{'':<22}{'rows':>10}{'tokens':>14}{'supervised':>14}"
     for name, extent in (("replies given", given), ("with replies, at most", most)):
         yield (f"{name:<22}{extent['rows']:>10,}{extent['tokens']:>14,}{extent['supervised']:>14,}")
+    yield f"reading and tokenising: {_clock(report['seconds']['text'])}"
     if report["replies"]:
         tokens = report["replies"] * config.max_new_tokens
         line = f"answer: {report['replies']:,} replies, at most {tokens:,} tokens"
         if rates["answer"]:
+            together = min(config.reply_batch, report["replies"])
             line += (
-                f"; {rates['answer']:,.0f} tokens/s on {config.reply_batch} prompts: at most "
+                f"; {rates['answer']:,.0f} tokens/s, {together} prompts together: at most "
                 f"{_clock(report['seconds']['answer'])}"
             )
         else:
-            line += ", by the server: its speed was not measured"
+            line += ", by the server, which was not asked"
         yield line
     if config.features == "none":
         yield "capture: none, training asks the target"

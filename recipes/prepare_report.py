@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from spectrain.data.fates import Fates
+from spectrain.data.fates import PLACES, Fates
 from spectrain.recipes.prepare_config import PrepareConfig
 
 _MANY = 0.05  # share of replies from which a fault of theirs is worth a note
@@ -37,8 +37,8 @@ def make_report(
     """counts (rows, tokens, supervised_tokens by split; dropped by reason; truncated,
     length_stopped, loops), supervised_tokens by split, bytes, seconds by stage, tokens_per_second
     of this process's own work (None where there was none), kept from an earlier run, where the
-    first dropped rows are, store, fingerprint, target; facts: sources (conversations of each), used
-    (those that were chosen), given_heldout."""
+    first dropped rows are, store, fingerprint, target; facts: sources (path, conversations
+    found and used), given_heldout."""
     rates = {"answer": work.answered, "capture": work.captured}
     return {
         "store": str(config.store),
@@ -73,9 +73,9 @@ def render(report: dict) -> str:
             counts[key][split] for key in ("rows", "tokens", "supervised_tokens")
         )
         lines.append(f"{split:<10}{rows:>8,}{tokens:>12,}{supervised:>12,}")
-    found = sum(report["sources"])
-    if report["used"] < found:
-        lines.append(f"chosen: {report['used']:,} of {found:,} conversations")
+    if len(report["sources"]) > 1 or any(s["used"] < s["found"] for s in report["sources"]):
+        for source in report["sources"]:
+            lines.append(f"{source['used']:,} of {source['found']:,} in {source['path']}")
     lines += _dropped(report)
     lines.append(
         f"replies cut off by their length: {counts['length_stopped']:,}, going round in circles: "
@@ -100,8 +100,8 @@ def _dropped(report: dict) -> list[str]:
         return ["dropped: nothing"]
     lines = ["dropped: " + ", ".join(f"{n} {reason}" for reason, n in sorted(dropped.items()))]
     for reason, places in sorted(report["dropped_at"].items()):
-        more = ", …" if dropped[reason] > len(places) else ""
-        lines.append(f"  {reason}: {', '.join(places)}{more}")
+        more = ", …" if dropped[reason] > PLACES else ""
+        lines.append(f"  {reason}: {', '.join(places[:PLACES])}{more}")
     return lines
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from spectrain.core.environment import describe, settle
 
+ASKED_MB = 1500  # at most
 WORDS = """
 the of and to in is that for it as was with be by on not he his but at are this have from or had an
 they which one you were her all she there would their we him been has when who will apple seven
@@ -52,6 +53,7 @@ def main() -> None:
     report = {
         "runs": parts,
         "growth_bytes_per_row": round(growth, 1),
+        "asked": {"peak_mb": ASKED_MB, "met": large["peak_mb"] < ASKED_MB},
         "definition": "peak resident memory of the whole process, tiny target and libraries "
         "included; conversations of one user and one assistant turn",
         "environment": describe("cpu"),

@@ -22,6 +22,7 @@ from spectrain.core.environment import describe, settle
 
 TYPES = ("bfloat16", "int8")
 LAYERS = 3
+ASKED = 500  # MB/s from the page cache, at least
 
 
 def main() -> None:
@@ -46,6 +47,8 @@ def main() -> None:
         "megabytes (1e6) of features a second of one core, counted as they are stored, padding "
         "left out; the best of the rounds, page cache warm"
     )
+    slowest = min(found["without"] for types in report.values() for found in types.values())
+    report["asked"] = {"every warm rate": ASKED, "met": slowest >= ASKED}
     environment = describe(torch.device("cpu"))
     print(json.dumps({**report, "definition": definition, "environment": environment}, indent=1))
 
@@ -55,7 +58,7 @@ def write(path: Path, dtype: str, hidden: int, tokens: int) -> None:
     import torch
 
     from spectrain.core.batch import predicting
-    from spectrain.data.rows import count_rows
+    from spectrain.data.rows import count_rows, no_rows
     from spectrain.data.shard import Row, RowInfo, States
     from spectrain.data.writer import StoreWriter
 
@@ -89,7 +92,9 @@ def write(path: Path, dtype: str, hidden: int, tokens: int) -> None:
             writer.write_shard(number, "random", rows)
             facts += [RowInfo.of(row, 0).as_facts() for row, _ in rows]
             number += 1
-        writer.finish(number, count_rows(facts, {}))
+        counts = no_rows()
+        count_rows(counts, facts)
+        writer.finish(number, counts | {"dropped": {}})
 
 
 def measure(path: Path, size: int, rounds: int) -> dict:

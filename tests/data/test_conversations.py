@@ -26,6 +26,13 @@ def test_turns_without_use_are_counted_by_reason(jsonl):
     assert fates == {"no-user-turn": 1, "no-assistant-turn": 2}
 
 
+def test_a_user_who_says_nothing_is_not_answered(jsonl):
+    fates = Fates()
+    kept = read_conversations(jsonl(row("u: "), row("u:", "a:what?"), row("u:hi")), fates=fates)
+    assert [c.messages[0]["content"] for c in kept] == ["hi"]
+    assert fates == {"empty-user-turn": 2}
+
+
 @pytest.mark.parametrize(
     ("regenerate", "turns", "answered"),
     [
@@ -171,10 +178,10 @@ def test_plain_text_is_no_prompt(jsonl):
         read_conversations(jsonl({"text": "x"}))
 
 
-@given(st.lists(st.text(max_size=20), min_size=1, max_size=6))
+@given(st.lists(st.text(max_size=20).filter(str.strip), min_size=1, max_size=6))
 def test_any_text_survives(tmp_path_factory, texts):
     """What comes out is what went in: no text is normalised, stripped or re-encoded."""
-    texts = [t.encode("utf-8", "ignore").decode() for t in texts]
+    texts = [t.encode("utf-8", "ignore").decode() + "." for t in texts]
     path = tmp_path_factory.mktemp("any") / "rows.jsonl"
     path.write_text("".join(json.dumps(row(f"u:{text}")) + "\n" for text in texts))
     found = {c.messages[0]["content"] for c in read_conversations(path)}

@@ -1,5 +1,7 @@
 """--dry-run: what it would take, and nothing written."""
 
+import shutil
+
 import pytest
 from preparing import PROMPTS, talk, write
 
@@ -46,6 +48,38 @@ def test_replies_are_bounded_from_above(config, tmp_path, regenerate):
     text = prepare.render(told)
     assert "dry run: nothing was written" in text
     assert f"answer: {told['replies']} replies, at most" in text
+
+
+def test_rows_of_a_template_that_rewrites_history(config, tmp_path, tiny_path):
+    """Each turn is a row of its own there, with all that came before: the bound must say so."""
+    other = shutil.copytree(tiny_path, tmp_path / "rewriting")
+    template = other / "chat_template.jinja"
+    shown = "message['content']"
+    cut = f"({shown}.split('</think>')[-1].lstrip() if not loop.last else {shown})"
+    text = template.read_text().replace(shown, cut)
+    # what it thinks is always something, so that rows must split
+    text = text.replace(
+        "message['role'] +", "(message['role'] | upper if not loop.last else message['role']) +"
+    )
+    template.write_text(text)
+    rows = [talk(f"hello {n}", "x", f"and {n}?", "y", "so?", "z") for n in range(8)]
+    settings = {"prompts": write(tmp_path / "talks.jsonl", rows), "regenerate": True}
+    settings |= {"target": str(other), "heldout": 0.0}
+    told = prepare.run(config(**settings, dry_run=True))
+    made = prepare.run(config(**settings))["counts"]
+    assert told["at_most"]["rows"] == 24
+    assert made["rows"]["train"] <= 24
+    assert made["tokens"]["train"] <= told["at_most"]["tokens"]
+
+
+def test_what_prepare_refuses_the_dry_run_refuses(config, tmp_path, tiny_path):
+    base = shutil.copytree(tiny_path, tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    with pytest.raises(SpectrainError, match="no chat template"):
+        prepare.run(config(target=str(base), dry_run=True))
+    none = write(tmp_path / "none.jsonl", [talk("q", "")])
+    with pytest.raises(SpectrainError, match="no row is left: 1 empty-reply"):
+        prepare.run(config(prompts=none, dry_run=True))
 
 
 def test_less_is_kept_for_a_family(config):
