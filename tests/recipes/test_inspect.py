@@ -160,7 +160,7 @@ def test_no_more_than_three_places(report, tmp_path):
     (entry,) = found["fates"]
     assert entry["rows"] == 5
     assert len(set(entry["places"])) == 5  # in the report; printed are three
-    assert printed(found).count("rows.jsonl:") == 3
+    assert printed(found).count("\n  ") == 3
 
 
 def test_one_row_by_number_or_id(report):
