@@ -39,9 +39,15 @@ def resolve(name: str) -> str:
         return str(path)
     if not name.strip() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise SpectrainError(f"no such model folder {name!r}", where="--target", fix=_choices(name))
-    if not _hub_answers():
-        _stay_offline()  # what the hub's own cache holds still loads, and a failure comes at once
+    offline_without_hub()
     return name
+
+
+def offline_without_hub() -> None:
+    """Where the hub cannot be reached, what its own cache holds still loads, and a failure comes at
+    once. Before the library that asks it is imported, if possible."""
+    if not _hub_answers():
+        _stay_offline()
 
 
 def lasting_name(name: str) -> str:

@@ -21,6 +21,7 @@ from pydantic import Field, field_validator, model_validator
 from spectrain.core.config import Config
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import disk_errors
+from spectrain.core.models import offline_without_hub
 
 _FILES = (".jsonl", ".json", ".gz", ".parquet", ".txt")
 _OTHERS = (".csv", ".tsv", ".arrow", ".zip", ".zst", ".bz2", ".xz", ".tar")
@@ -239,6 +240,7 @@ def _saved(source: Source, path: Path) -> Iterable[dict[str, Any]]:
 
 
 def _from_hub(source: Source) -> Iterable[dict[str, Any]]:
+    offline_without_hub()
     from datasets import load_dataset
 
     return load_dataset(
