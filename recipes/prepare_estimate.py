@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -38,23 +38,22 @@ _PROBE_REPLY = 17  # tokens of each reply made to learn how fast it answers
 
 @dataclass
 class Extent:
-    """rows, their tokens, and those of replies."""
+    """rows, those of them that are held out, their tokens, and those of replies."""
 
     rows: int = 0
+    heldout: int = 0
     tokens: int = 0
     supervised: int = 0
 
-    def add(self, tokens: int, supervised: int) -> None:
+    def add(self, tokens: int, supervised: int, split: str) -> None:
         self.rows += 1
+        self.heldout += split == "heldout"
         self.tokens += tokens
         self.supervised += supervised
 
     def __add__(self, other: Extent) -> Extent:
-        return Extent(
-            self.rows + other.rows,
-            self.tokens + other.tokens,
-            self.supervised + other.supervised,
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Extent(*(one + two for one, two in pairs))
 
 
 def estimate(
@@ -113,7 +112,7 @@ def _given(spool: Spool, target: Target, rules: RowRules, fates: Fates) -> Exten
     for place, conversation in spool.conversations():
         if conversation.answered:
             for row in rows_of(conversation, place, spool, target, rules, fates):
-                known.add(len(row.tokens), row.supervised)
+                known.add(len(row.tokens), row.supervised, row.split)
     return known
 
 
@@ -133,8 +132,10 @@ def _asked(spool: Spool, target: Target, rules: RowRules, longest: int) -> tuple
         supervised = min(turns * longest, rules.max_length)
         # A template that shows older turns otherwise makes a row of each; so may a reply that,
         # read again as text, has other tokens.
+        if not one_row:
+            supervised = min(longest, rules.max_length)
         for _ in range(1 if one_row else turns):
-            most.add(tokens, supervised if one_row else min(longest, rules.max_length))
+            most.add(tokens, supervised, rules.split(conversation))
         replies += turns
     return most, replies
 

@@ -21,6 +21,7 @@ def test_given_rows_are_told_exactly(config, tmp_path):
     assert told["given"] == told["at_most"]
     assert told["given"] == {
         "rows": sum(counts["rows"].values()),
+        "heldout": counts["rows"]["heldout"],
         "tokens": sum(counts["tokens"].values()),
         "supervised": sum(counts["supervised_tokens"].values()),
     }
