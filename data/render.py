@@ -17,6 +17,7 @@ from typing import Any
 import jinja2
 
 from spectrain.data.conversations import Conversation
+from spectrain.data.dates import dated_template
 
 # What a template may raise over the messages it is given.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
@@ -82,11 +83,13 @@ def turn_texts(tokenizer, conversation: Conversation) -> list[TurnText]:
 
 def _render(tokenizer, messages, tools, generation: bool = False) -> str:
     failure: Exception | None = None
+    template = dated_template(tokenizer, tools)
     for change in _CHANGES if any(message.get("tool_calls") for message in messages) else (None,):
         try:
             form = _with_arguments(messages, *change) if change else messages
             text = tokenizer.apply_chat_template(
                 form,
+                chat_template=template,
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=generation,
