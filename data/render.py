@@ -20,7 +20,10 @@ from spectrain.data.conversations import Conversation
 from spectrain.data.dates import dated_template
 
 # What a template may raise over the messages it is given.
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+_TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
 # The names under which servers and data sets give the thinking of a message.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 # A generation prompt that opens a block, which the reply goes on with: "…<think>↵".
