@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from spectrain.core.errors import RunFailed, SpectrainError
+from spectrain.data.finishes import finish_of
 from spectrain.data.questions import Question, Reply
 
 # A server draws by the defaults of the model's generation_config.json (vLLM, SGLang) or by its own
@@ -96,7 +97,7 @@ def reply_of(answer: dict, question: Question) -> Reply:
     known = answer.get("prompt_token_ids") == question.ids
     return Reply(
         text=message.get("content") or "",
-        finish="tool_calls" if calls else choice.get("finish_reason") or "unknown",
+        finish="tool_calls" if calls else finish_of(choice.get("finish_reason") or "unknown"),
         tokens=choice.get("token_ids") if known else None,
         reasoning=message.get("reasoning_content") or message.get("reasoning"),
     )

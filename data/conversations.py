@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from spectrain.data.finishes import WHOLE
 from spectrain.data.shapes import canonical
 
 BadRows = Literal["stop", "skip"]
@@ -87,7 +88,8 @@ def conversation_of(row: dict, regenerate: Regenerate) -> tuple[str, Conversatio
     "last" the last one; the rest is cut off. (Where tools were called only the last one: their
     results belong to the calls.) False keeps given replies and drops conversations without one;
     "auto" keeps the replies of those that end with one and has the last turn of the others
-    answered. A plain text is kept as it is.
+    answered. A plain text is kept as it is. A given reply that ended neither by itself nor by its
+    length (an error, a filter) is none to learn from.
     """
     if "text" in row:
         return "", _text(row)
@@ -112,15 +114,17 @@ def conversation_of(row: dict, regenerate: Regenerate) -> tuple[str, Conversatio
             for place, message in enumerate(messages)
         ]
     given = keep and last == len(roles) - 1
-    temperature = row.get("temperature") if given else None
+    finish = row.get("finish_reason") if given else None
+    if finish not in (None, *WHOLE):
+        return f"finish-{finish}", None
     return "", Conversation(
         id=_hash(messages, row["tools"]),
         prompt_id=_hash(prompt, row["tools"]),
         messages=tuple(messages),
         tools=tuple(row["tools"]) if row["tools"] else None,
         domain=row.get("domain"),
-        temperature=None if temperature is None else float(temperature),
-        finish=row.get("finish_reason") if given else None,
+        temperature=row.get("temperature") if given else None,
+        finish=finish,
     )
 
 
