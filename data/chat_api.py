@@ -38,14 +38,13 @@ def messages_of(question: Question) -> list[dict]:
 
 
 def _call(number: int, call: dict) -> dict:
-    function = call.get("function", call)
-    arguments = function.get("arguments", {})
+    arguments = call["function"]["arguments"]
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {
         "id": call.get("id") or f"call_{number}",
         "type": "function",
-        "function": {"name": function.get("name"), "arguments": arguments},
+        "function": {"name": call["function"]["name"], "arguments": arguments},
     }
 
 

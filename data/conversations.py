@@ -30,7 +30,8 @@ class Conversation:
 
     An earlier assistant turn without content (and without calls of tools) is to be answered, too.
 
-    id: 16 hex digits over the messages and tools; prompt_id: the same without the last reply;
+    messages: as `parse` gives them
+    id: 16 hex digits over the messages and tools; prompt_id: the same without the last reply
     temperature and finish belong to the last reply that is given, None when unknown.
     """
 

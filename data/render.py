@@ -24,8 +24,6 @@ _TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, RecursionError),
 )
-# The names under which servers and data sets give the thinking of a message.
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 # A generation prompt that opens a block, which the reply goes on with: "…<think>↵".
 _OPENING = re.compile(r"<(\w+)>\s*\Z")
 
@@ -120,9 +118,8 @@ def _with_arguments(messages: list[dict], change: Callable, kind: type) -> list[
             return value
 
     def call_of(call: dict) -> dict:
-        if "function" in call:
-            return call | {"function": call_of(call["function"])}
-        return call | {"arguments": changed(call.get("arguments"))}
+        function = call["function"]
+        return call | {"function": function | {"arguments": changed(function["arguments"])}}
 
     return [
         message | {"tool_calls": [call_of(call) for call in message["tool_calls"]]}
@@ -135,7 +132,7 @@ def _with_arguments(messages: list[dict], change: Callable, kind: type) -> list[
 def _arguments(messages: list[dict]) -> list[dict]:
     """Those of tool calls that are mappings."""
     calls = [call for message in messages for call in message.get("tool_calls") or []]
-    found = [call.get("function", call).get("arguments") for call in calls]
+    found = [call["function"]["arguments"] for call in calls]
     return [arguments for arguments in found if isinstance(arguments, dict)]
 
 
@@ -156,7 +153,7 @@ def _reply(prompt: str, whole: str, message: dict) -> str:
     """What the target wrote behind `prompt`, where `whole` is the text with `message` as the last;
     nothing of the message is lost."""
     content = message.get("content") or ""
-    reasoning = next((str(text) for name in _REASONING if (text := message.get(name))), "")
+    reasoning = message.get("reasoning_content", "")
     calls = message.get("tool_calls") or []
     if not calls and not reasoning and not content.strip():
         raise Refused("empty-reply")
@@ -169,7 +166,7 @@ def _reply(prompt: str, whole: str, message: dict) -> str:
     reply = whole[len(base) :]
     if not _shows(reply, reasoning):
         raise Refused("reasoning-not-rendered")
-    if not all(_shows(reply, call.get("function", call).get("name", "")) for call in calls):
+    if not all(_shows(reply, call["function"]["name"]) for call in calls):
         raise Refused("tools-not-rendered")
     if not _shows(opening * goes_on + reply, content):
         reply = _uncut(reply, content)
