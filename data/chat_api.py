@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from spectrain.core.errors import RunFailed, SpectrainError
+from spectrain.data.finishes import finish_of
 from spectrain.data.questions import Question, Reply
 
 # A server draws by the defaults of the model's generation_config.json (vLLM, SGLang) or by its own
@@ -37,14 +38,13 @@ def messages_of(question: Question) -> list[dict]:
 
 
 def _call(number: int, call: dict) -> dict:
-    function = call.get("function", call)
-    arguments = function.get("arguments", {})
+    arguments = call["function"]["arguments"]
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {
         "id": call.get("id") or f"call_{number}",
         "type": "function",
-        "function": {"name": function.get("name"), "arguments": arguments},
+        "function": {"name": call["function"]["name"], "arguments": arguments},
     }
 
 
@@ -96,7 +96,7 @@ def reply_of(answer: dict, question: Question) -> Reply:
     known = answer.get("prompt_token_ids") == question.ids
     return Reply(
         text=message.get("content") or "",
-        finish="tool_calls" if calls else choice.get("finish_reason") or "unknown",
+        finish="tool_calls" if calls else finish_of(choice.get("finish_reason") or "unknown"),
         tokens=choice.get("token_ids") if known else None,
         reasoning=message.get("reasoning_content") or message.get("reasoning"),
     )

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from spectrain.data.finishes import WHOLE
 from spectrain.data.shapes import canonical
 
 BadRows = Literal["stop", "skip"]
@@ -29,7 +30,8 @@ class Conversation:
 
     An earlier assistant turn without content (and without calls of tools) is to be answered, too.
 
-    id: 16 hex digits over the messages and tools; prompt_id: the same without the last reply;
+    messages: as `parse` gives them
+    id: 16 hex digits over the messages and tools; prompt_id: the same without the last reply
     temperature and finish belong to the last reply that is given, None when unknown.
     """
 
@@ -87,7 +89,8 @@ def conversation_of(row: dict, regenerate: Regenerate) -> tuple[str, Conversatio
     "last" the last one; the rest is cut off. (Where tools were called only the last one: their
     results belong to the calls.) False keeps given replies and drops conversations without one;
     "auto" keeps the replies of those that end with one and has the last turn of the others
-    answered. A plain text is kept as it is.
+    answered. A plain text is kept as it is. A given reply that ended neither by itself nor by its
+    length (an error, a filter) is none to learn from.
     """
     if "text" in row:
         return "", _text(row)
@@ -114,15 +117,17 @@ def conversation_of(row: dict, regenerate: Regenerate) -> tuple[str, Conversatio
             for place, message in enumerate(messages)
         ]
     given = keep and last == len(roles) - 1
-    temperature = row.get("temperature") if given else None
+    finish = row.get("finish_reason") if given else None
+    if finish not in (None, *WHOLE):
+        return f"finish-{finish}", None
     return "", Conversation(
         id=_hash(messages, row["tools"]),
         prompt_id=_hash(prompt, row["tools"]),
         messages=tuple(messages),
         tools=tuple(row["tools"]) if row["tools"] else None,
         domain=row.get("domain"),
-        temperature=None if temperature is None else float(temperature),
-        finish=row.get("finish_reason") if given else None,
+        temperature=row.get("temperature") if given else None,
+        finish=finish,
     )
 
 

@@ -32,7 +32,7 @@ def parse_message(number: int, given: Any) -> dict[str, Any]:
         raise ValueError(f"message {number} has no role")
     if role.lower() not in _ROLE_OF:
         raise ValueError(
-            f"message {number} has the unknown role {role!r} (known: {', '.join(_ROLE_OF)})"
+            f"message {number} has the unknown role {role!r:.40} (known: {', '.join(_ROLE_OF)})"
         )
     what = f"message {number} ({role})"
     content, reasoning = _content(what, given), _reasoning(what, given)

@@ -18,11 +18,13 @@ from weakref import WeakKeyDictionary
 import jinja2
 
 from spectrain.data.conversations import Conversation
+from spectrain.data.dates import dated_template
 
 # What a template may raise over the messages it is given.
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
-# The names under which servers and data sets give the thinking of a message.
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+_TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
 # A generation prompt that opens a block, which the reply goes on with: "…<think>↵".
 _OPENING = re.compile(r"<(\w+)>\s*\Z")
 
@@ -122,11 +124,13 @@ _SPECIAL: WeakKeyDictionary = WeakKeyDictionary()
 
 def _render(tokenizer, messages, tools, generation: bool = False) -> str:
     failure: Exception | None = None
+    template = dated_template(tokenizer, tools)
     for change in _CHANGES if any(message.get("tool_calls") for message in messages) else (None,):
         try:
             form = _with_arguments(messages, *change) if change else messages
             text = tokenizer.apply_chat_template(
                 form,
+                chat_template=template,
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=generation,
@@ -154,9 +158,8 @@ def _with_arguments(messages: list[dict], change: Callable, kind: type) -> list[
             return value
 
     def call_of(call: dict) -> dict:
-        if "function" in call:
-            return call | {"function": call_of(call["function"])}
-        return call | {"arguments": changed(call.get("arguments"))}
+        function = call["function"]
+        return call | {"function": function | {"arguments": changed(function["arguments"])}}
 
     return [
         message | {"tool_calls": [call_of(call) for call in message["tool_calls"]]}
@@ -169,7 +172,7 @@ def _with_arguments(messages: list[dict], change: Callable, kind: type) -> list[
 def _arguments(messages: list[dict]) -> list[dict]:
     """Those of tool calls that are mappings."""
     calls = [call for message in messages for call in message.get("tool_calls") or []]
-    found = [call.get("function", call).get("arguments") for call in calls]
+    found = [call["function"]["arguments"] for call in calls]
     return [arguments for arguments in found if isinstance(arguments, dict)]
 
 
@@ -190,7 +193,7 @@ def _reply(prompt: str, whole: str, message: dict) -> str:
     """What the target wrote behind `prompt`, where `whole` is the text with `message` as the last;
     nothing of the message is lost."""
     content = message.get("content") or ""
-    reasoning = next((str(text) for name in _REASONING if (text := message.get(name))), "")
+    reasoning = message.get("reasoning_content", "")
     calls = message.get("tool_calls") or []
     if not calls and not reasoning and not content.strip():
         raise Refused("empty-reply")
@@ -203,7 +206,7 @@ def _reply(prompt: str, whole: str, message: dict) -> str:
     reply = whole[len(base) :]
     if not _shows(reply, reasoning):
         raise Refused("reasoning-not-rendered")
-    if not all(_shows(reply, call.get("function", call).get("name", "")) for call in calls):
+    if not all(_shows(reply, call["function"]["name"]) for call in calls):
         raise Refused("tools-not-rendered")
     if not _shows(opening * goes_on + reply, content):
         reply = _uncut(reply, content)

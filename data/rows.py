@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from spectrain.core.target import Target
 from spectrain.data.conversations import Conversation, split_of
 from spectrain.data.fates import Fates
+from spectrain.data.finishes import WHOLE
 from spectrain.data.loops import loops
 from spectrain.data.questions import Question, Reply
 from spectrain.data.replies import question_key
@@ -186,11 +187,16 @@ def _talk(
     split: str,
     rules: RowRules,
 ) -> tuple[list[Row], list[str]]:
-    """Rows of the turns that were answered at one temperature."""
+    """Rows of the turns that were answered at one temperature, and the reasons against others:
+    those of `turn_rows` and `given_rows`; finish-… and, of the last turn of several, later-turn-…
+    for a reply that is not to be learnt; turns-not-asked where a reply ended the talk early."""
     last = talk[-1][1]
-    if last.finish not in ("stop", "length") and len(talk) == 1:
-        return [], [f"finish-{last.finish}"]
-    if len(talk) > 1 and (last.finish not in ("stop", "length") or not last.text.strip()):
+    ended = ["turns-not-asked"] * (len(talk) < conversation.turns and not _goes_on(last))
+    broken = f"finish-{last.finish}" if last.finish not in WHOLE else None
+    if broken and len(talk) == 1:
+        return [], [broken, *ended]
+    if len(talk) > 1 and (broken or not last.text.strip()):
+        ended.insert(0, f"later-turn-{broken or 'empty-reply'}")
         talk = talk[:-1]  # the turns before it are whole
         last = talk[-1][1]
     if all(_told(reply, target.stop_ids) for _, reply in talk):
@@ -212,7 +218,7 @@ def _talk(
             finish=last.finish,
         )
         rows, reasons = _given(target, said, split, rules)
-    return [replace(row, loops=_loops(row)) for row in rows], reasons
+    return [replace(row, loops=_loops(row)) for row in rows], reasons + ended
 
 
 def _told(reply: Reply, stop_ids: tuple[int, ...]) -> bool:

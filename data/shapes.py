@@ -9,8 +9,8 @@
 
 The first of these that a row has is read. Beside messages and prompts there may be "system" or
 "system_prompt" (a text that goes before the messages), "tools" (a list), "domain", "temperature"
-and "finish_reason" (of the last reply). A list may be a JSON string of one. None is as good as
-absent.
+and "finish_reason" (of the last reply, see data/finishes.py). A list may be a JSON string of one.
+None is as good as absent. A reply under any other name is refused where it would be the only one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,23 @@ import json
 import math
 from typing import Any
 
+from spectrain.data.finishes import CALLS, finish_of
 from spectrain.data.messages import list_of, parse_message
 
 _CHATS = ("messages", "conversations", "conversation")
 _PROMPTS = ("prompt", "question", "instruction")
 _REPLIES = ("response", "completion", "answer", "output")
+# Where else people keep replies: of several, of another model, to choose from.
+_UNREAD = (
+    *("responses", "completions", "answers", "outputs", "reply", "replies", "generation"),
+    *("generations", "generated", "generated_text", "generated_texts", "output_text", "assistant"),
+    *("assistant_response", "model_response", "model_output", "bot", "gpt", "chosen", "target"),
+    *("targets", "solution", "solutions", "choices", "candidates", "samples"),
+)
 _SYSTEMS = ("system", "system_prompt")
+_LONGEST_CLAUSE = 400  # characters
+_TOO_DEEP = "not valid JSON (nested too deeply)"
+_DEEPEST = 100  # lists and objects inside each other; templates go down by recursion
 _NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
 
 
@@ -36,17 +47,26 @@ def parse(row: bytes | dict, texts: bool) -> dict[str, Any]:
     of all records, so that None is dropped at any depth; in a line it is only at the row's and the
     messages' own keys, for elsewhere it may be meant.
 
-    Raises ValueError that says in one clause what is wrong.
+    Raises ValueError that says in one clause what is wrong, whatever the row is.
     """
-    row = _decoded(row) if isinstance(row, bytes) else _without_none(row)
+    try:
+        row = _decoded(row) if isinstance(row, bytes) else _without_none(row)
+        parsed = _parsed(row, texts)
+        _require_json(parsed)
+        return parsed
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    except ValueError as error:
+        raise ValueError(_clause(str(error))) from None
+
+
+def _parsed(row: Any, texts: bool) -> dict[str, Any]:
     if isinstance(row, dict):
         row = {key: value for key, value in row.items() if value is not None}
         given = _given_messages(row)
     if not isinstance(row, dict) or (given is None and "text" not in row):
         raise ValueError(_expected(row, texts))
-    parsed = _plain_text(row, texts) if given is None else _conversation(row, given)
-    _require_json(parsed)
-    return parsed
+    return _plain_text(row, texts) if given is None else _conversation(row, given)
 
 
 def canonical(value: Any) -> str:
@@ -59,8 +79,6 @@ def _decoded(line: bytes) -> Any:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeError:
         raise ValueError("not UTF-8 text") from None
-    except RecursionError:
-        raise ValueError("not valid JSON (nested too deeply)") from None
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")  # some of its messages end with it
         raise ValueError(f"not valid JSON ({what} at column {error.colno})") from None
@@ -77,13 +95,28 @@ def _without_none(value: Any) -> Any:
 def _require_json(parsed: dict) -> None:
     """What is hashed and rendered must be JSON, and text that a tokenizer takes."""
     try:
-        canonical(parsed).encode()
+        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeError:  # halves of surrogate pairs
         raise ValueError("not UTF-8 text") from None
-    except RecursionError:
-        raise ValueError("not valid JSON (nested too deeply)") from None
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # not of JSON; NaN and infinities; endless digits
         raise ValueError(f"holds a value that is not JSON ({error})") from None
+    inside = list(parsed.values())
+    for _ in range(_DEEPEST):
+        inside = [
+            item
+            for value in inside
+            if isinstance(value, (dict, list))
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+    if inside:
+        raise ValueError(_TOO_DEEP)
+
+
+def _clause(text: str) -> str:
+    """One short line that any terminal and file takes, whatever of the row is in it."""
+    line = " ".join(text.split())
+    line = line if len(line) <= _LONGEST_CLAUSE else f"{line[: _LONGEST_CLAUSE - 1]}…"
+    return line.encode("utf-8", "backslashreplace").decode()
 
 
 def _expected(row: Any, texts: bool) -> str:
@@ -109,16 +142,28 @@ def _conversation(row: dict, given: list) -> dict[str, Any]:
     if not given:
         raise ValueError("the conversation has no messages")
     messages = [parse_message(number, message) for number, message in enumerate(given)]
-    temperature = _fact(row, "temperature", (int, float))
-    if temperature is not None and not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature {temperature} is not a number from 0 upwards")
+    if messages[-1]["role"] != "assistant":
+        _require_no_reply(row)
     return {
         "messages": _with_system(row, messages),
         "tools": _tools(row),
         "domain": _fact(row, "domain", str),
-        "temperature": temperature,
-        "finish_reason": _fact(row, "finish_reason", str),
+        "temperature": _temperature(row),
+        "finish_reason": _finish(row, messages[-1]),
     }
+
+
+def _require_no_reply(row: dict) -> None:
+    """A conversation without a reply is answered by the target: one that stands elsewhere would be
+    lost without a word."""
+    chat = next((key for key in _CHATS if key in row), None)
+    found = [key for key in (*(_REPLIES if chat else ()), *_UNREAD) if row.get(key)]
+    if found:
+        raise ValueError(
+            f"{found[0]} seems to be a reply and is not read: expected it "
+            + (f"as the last of {chat}" if chat else "as a text under response")
+            + ", or no such key where the target is to answer"
+        )
 
 
 # ── where the messages are ───────────────────────────────────────────────────
@@ -188,6 +233,23 @@ def _tool(tool: Any) -> dict:
     if not isinstance(tool, dict):
         raise ValueError("tools holds something that is not an object")
     return tool
+
+
+def _temperature(row: dict) -> float | None:
+    given = _fact(row, "temperature", (int, float))
+    try:
+        temperature = None if given is None else float(given)
+    except OverflowError:
+        temperature = math.inf
+    if temperature is not None and not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature {given!r:.40} is not a number from 0 upwards")
+    return temperature
+
+
+def _finish(row: dict, last: dict) -> str | None:
+    """Why the last reply ended. One that calls tools ended so: nothing is missing of it."""
+    finish = finish_of(_fact(row, "finish_reason", str) or "") or None
+    return "stop" if finish in CALLS and last.get("tool_calls") else finish
 
 
 def _fact(row: dict, key: str, kind: type | tuple[type, ...]) -> Any:

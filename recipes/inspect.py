@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from datetime import date
 from itertools import groupby, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,7 @@ from spectrain.core.config import Config, as_list
 from spectrain.core.errors import SpectrainError
 from spectrain.core.pretrained import TextSide, text_side
 from spectrain.data.conversations import Conversation, Regenerate, split_of
+from spectrain.data.dates import dated
 from spectrain.data.fates import PLACES, Fates
 from spectrain.data.reading import read_into
 from spectrain.data.shard import Row
@@ -34,6 +36,7 @@ from spectrain.data.tokenise import (
     text_row,
 )
 from spectrain.recipes.inspect_report import render
+from spectrain.recipes.prepare_config import TEMPLATE_DATE, TemplateDate
 
 __all__ = ["InspectConfig", "render", "run"]
 
@@ -60,6 +63,11 @@ class InspectConfig(Config):
         None, description="print this one alone: its number, from 1, or the beginning of its id"
     )
     regenerate: Regenerate = Field("auto", description="as prepare is told")
+    template_date: TemplateDate = Field(
+        None,
+        description="YYYY-MM-DD, the date told by chat templates that tell one; default: "
+        f"{TEMPLATE_DATE}",
+    )
     max_length: int = Field(2048, ge=2, description="tokens at which a row is cut")
     max_new_tokens: int = Field(256, ge=1, description="room that a prompt leaves for its reply")
     heldout: float = Field(0.1, ge=0, le=1, description="fraction of the prompts for evaluation")
@@ -77,7 +85,10 @@ class InspectConfig(Config):
 def run(config: InspectConfig) -> dict[str, Any]:
     """The report: `rows` (facts of each, with its text as `parts`), `fates` (how many rows ended
     how, with the first places), and what was read."""
-    return _of_store(config) if config.store else _of_prompts(config)
+    if config.store:
+        return _of_store(config)
+    with dated(date.fromisoformat(config.template_date or TEMPLATE_DATE)):
+        return _of_prompts(config)
 
 
 # ── a source ─────────────────────────────────────────────────────────────────

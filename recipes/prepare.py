@@ -19,6 +19,7 @@ from spectrain.core.progress import progress, say
 from spectrain.core.target import Target
 from spectrain.core.team import Team
 from spectrain.data.capture import capture, check_logits
+from spectrain.data.dates import date_printed, dated
 from spectrain.data.fates import Fates
 from spectrain.data.questions import Backend
 from spectrain.data.reading import read_into
@@ -43,6 +44,11 @@ def run(config: PrepareConfig) -> dict:
     Raises SpectrainError for input that cannot be used, RunFailed on a full disk. Whatever was
     finished before stays, and the same call goes on from there.
     """
+    with dated(config.day):
+        return _run(config)
+
+
+def _run(config: PrepareConfig) -> dict:
     if config.dry_run:
         say(f"loading {config.target}")
         target = Target.load(config.target, dtype=config.target_dtype, device=config.device)
@@ -268,6 +274,8 @@ def _settings(config: PrepareConfig, target: Target, source: str, backend: str |
         "source": source,
         "aux_layers": list(_aux_layers(config, target)),
     }
+    if day := date_printed(target.tokenizer):
+        shaped_by["template_date"] = day
     plain = ("max_length", "heldout", "dtype", "features", "length_stopped", "loops")
     plain += ("shard_tokens",)
     if config.features == "stored":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from spectrain.core.config import Config, as_list
 from spectrain.data.conversations import Regenerate
@@ -14,6 +15,17 @@ from spectrain.heads.registry import kept_for
 
 SHIPPED_PROMPTS = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
 Temperatures = Annotated[tuple[Annotated[float, Field(ge=0)], ...], BeforeValidator(as_list)]
+
+
+def _a_day(value: str) -> str:
+    try:
+        return date.fromisoformat(value).isoformat()
+    except ValueError:
+        raise ValueError(f"{value!r} is no date: give YYYY-MM-DD") from None
+
+
+TemplateDate = Annotated[str, AfterValidator(_a_day)] | None
+TEMPLATE_DATE = "2026-01-01"
 
 
 class ServerConfig(Config):
@@ -55,6 +67,11 @@ class PrepareConfig(Config):
     store: Path = Field(Path("runs/store"), description="folder of the feature store")
     limit: int | None = Field(
         None, ge=1, description="use this many conversations, the first in order of content hash"
+    )
+    template_date: TemplateDate = Field(
+        None,
+        description="YYYY-MM-DD, the date told by chat templates that tell one; default: "
+        f"{TEMPLATE_DATE}, with a server today, since it tells its own",
     )
     max_length: int = Field(2048, ge=2, description="tokens at which a row is cut")
     heldout: float = Field(
@@ -138,6 +155,13 @@ class PrepareConfig(Config):
         if value is not None:
             kept_for(value)
         return value
+
+    @property
+    def day(self) -> date:
+        """The date that chat templates tell."""
+        if self.template_date is None and self.server is not None:
+            return date.today()
+        return date.fromisoformat(self.template_date or TEMPLATE_DATE)
 
     @property
     def keeps_aux(self) -> bool:

@@ -57,7 +57,7 @@ def test_a_source_that_gives_nothing_is_told(tmp_path, two):
 
 
 def test_places_of_what_is_dropped(tmp_path):
-    """The first three of each reason, by file and line; all of them are counted."""
+    """By file and line, with what is wrong of a bad row."""
     path = tmp_path / "mixed.jsonl"
     good, bad = '{"prompt": "hi %d"}', '{"prompt": "half a'
     lines = [good % 0, bad, good % 0, bad, bad, bad, good % 1, '{"messages": [{"role": "critic"}]}']
@@ -65,8 +65,8 @@ def test_places_of_what_is_dropped(tmp_path):
     _, sizes, fates = read(tmp_path, [Source(path=str(path))], on_bad_row="skip")
     assert sizes == [2]
     assert fates == {"bad-row": 5, "duplicate": 1}
-    bad = [place.split(" (not valid JSON")[0] for place in fates.places.pop("bad-row")]
-    assert bad == [f"{path}:{line}" for line in (2, 4, 5)]
+    bad = [place.split(" (")[0] for place in fates.places.pop("bad-row")]
+    assert bad == [f"{path}:{line}" for line in (2, 4, 5, 6, 8)]
     assert fates.places == {"duplicate": [f"{path}:3"]}
     with pytest.raises(SpectrainError, match=f"{path}:2: not valid JSON"):
         read(tmp_path, [Source(path=str(path))])

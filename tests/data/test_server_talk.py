@@ -113,9 +113,15 @@ def test_tools_and_tool_calls_are_sent_in_the_form_of_the_api():
 # ── what comes back ──────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("finish", ["stop", "length", "content_filter", "abort"])
-def test_why_it_ended_is_passed_on(finish):
-    [reply] = reply_to(lambda text: said("yes", len(text), finish))
+@pytest.mark.parametrize(
+    ("said_finish", "finish"),
+    [
+        *((name, name) for name in ("stop", "length", "content_filter", "abort")),
+        *(("eos_token", "stop"), ("MAX_TOKENS", "length")),
+    ],
+)
+def test_why_it_ended_is_passed_on(said_finish, finish):
+    [reply] = reply_to(lambda text: said("yes", len(text), said_finish))
     assert (reply.text, reply.finish) == ("yes", finish)
 
 

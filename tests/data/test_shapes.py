@@ -154,19 +154,130 @@ def test_facts_are_kept_and_others_are_not():
         ({"prompt": "x", "finish_reason": True}, "finish_reason has the wrong type (True)"),
         ({"prompt": "x", "temperature": "1"}, "temperature has the wrong type ('1')"),
         ({"prompt": "x", "temperature": -1}, "temperature -1 is not a number from 0 upwards"),
+        ({"prompt": "x", "temperature": 10**400}, "temperature 100000"),
+        ({"prompt": "x", "temperature": float("nan")}, "temperature nan is not a number from 0"),
         ({"prompt": "x", "tools": {"a": 1}}, "tools is not a list"),
         ({"prompt": "x", "tools": "{"}, "tools is a string that is not JSON"),
         ({"prompt": "x", "tools": ["{"]}, "tools holds a string that is not JSON"),
         ({"prompt": "x", "tools": [3]}, "tools holds something that is not an object"),
         ({"prompt": "x", "tools": [{"a": {1, 2}}]}, "holds a value that is not JSON"),
+        ({"prompt": "x", "tools": [{"a": float("nan")}]}, "holds a value that is not JSON"),
+        (b'{"prompt": "x", "tools": [{"a": 1e400}]}', "holds a value that is not JSON"),
+        (b'{"prompt": "x", "tools": [{"a": NaN}]}', "holds a value that is not JSON"),
         ({"prompt": "\ud83d"}, "not UTF-8 text"),
+        ({"prompt": "x", "tools": [{"\ud83d": 1}]}, "not UTF-8 text"),
+        ({"\ud83d\n": 1}, "(its keys: \\ud83d )"),
+        ({"prompt": [{"role": "x" * 10**6}]}, f"the unknown role '{'x' * 39} (known: "),
     ],
 )
 def test_what_is_refused_is_told_in_one_clause(row, reason):
     with pytest.raises(ValueError, match=re.escape(reason)) as error:
         parse(row, texts=False)
     assert "\n" not in str(error.value)
+    assert len(str(error.value).encode()) < 500
     assert ";" not in str(error.value)
+
+
+@pytest.mark.parametrize("depth", [600, 5000])
+@pytest.mark.parametrize("decoded", [True, False])
+def test_nested_too_deeply_is_refused_wherever_it_is(depth, decoded):
+    """Templates, hashes and databases go down by recursion: what they do at the bottom would
+    depend on who calls them. No tool or argument is that deep."""
+    deep: object = []
+    for _ in range(depth):
+        deep = [deep]
+    text = "[" * depth + "]" * depth
+    call = {"name": "f", "arguments": {"a": "DEEP"}}
+    for row in (
+        {"prompt": "x", "tools": [{"a": "DEEP"}]},
+        {"messages": [USER, REPLY | {"tool_calls": [call]}]},
+    ):
+        line = json.dumps(row).replace('"DEEP"', text).encode()
+        told = _replaced(row, deep) if decoded else line
+        with pytest.raises(ValueError, match=r"^not valid JSON .nested too deeply.$"):
+            parse(told, False)
+
+
+def _replaced(value, deep):
+    if isinstance(value, dict):
+        return {key: _replaced(item, deep) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replaced(item, deep) for item in value]
+    return deep if value == "DEEP" else value
+
+
+def test_as_deep_as_tools_are_is_read():
+    tools = [{"a": {"b": [{"c": {"d": [[[1]]]}}] * 2}}]
+    for _ in range(30):
+        tools = [{"a": tools}]
+    assert parse({"prompt": "x", "tools": tools}, False)["tools"] == tools
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("response", "hello"),
+        ("answer", [REPLY]),
+        ("chosen", [REPLY]),
+        ("responses", ["hello", "hi"]),
+        ("generations", ["hello"]),
+        ("target", "hello"),
+    ],
+)
+def test_a_reply_that_is_not_read_is_told(key, value):
+    """Else the conversation counts as unanswered, and the target's reply takes its place."""
+    with pytest.raises(ValueError, match=f"^{key} seems to be a reply .* the last of messages,"):
+        parse({"messages": [USER], key: value}, False)
+    # where one is read, the others replace nothing
+    assert parse({"messages": [USER, REPLY], key: value}, False)["messages"][1] == REPLY
+    for empty in (None, "", []):
+        assert parse({"messages": [USER], key: empty}, False)["messages"] == [USER]
+    if key not in ("response", "answer"):
+        with pytest.raises(ValueError, match=f"^{key} seems to be .* as a text under response"):
+            parse({"prompt": "hi", key: value}, False)
+        whole = {"prompt": "hi", "response": "hello", key: value}
+        assert parse(whole, False)["messages"] == [USER, REPLY]
+
+
+@pytest.mark.parametrize(
+    ("names", "finish"),
+    [
+        (("length", "LENGTH", "max_tokens", "MAX_TOKENS", "max_length"), "length"),
+        (("max_new_tokens", "token_limit", "Token-Limit", "model_length"), "length"),
+        (("stop", "STOP", "eos", "eos_token", "end_turn", "stop_sequence", "end"), "stop"),
+        (("content_filter", "content-filter", "Content Filter"), "content_filter"),
+        (("tool_calls", "tool-calls"), "tool_calls"),
+        (("error",), "error"),
+        (("", " "), None),
+        (("x" * 10**6,), "x" * 40),
+    ],
+)
+def test_every_name_of_a_finish(names, finish):
+    """Case 8: who calls it otherwise would have half a reply taught as a whole one."""
+    for name in names:
+        row = {"prompt": "hi", "response": "hello", "finish_reason": name}
+        assert parse(row, False)["finish_reason"] == finish
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "function_call", "tool_use"])
+def test_a_reply_that_calls_tools_is_whole(name):
+    call = REPLY | {"tool_calls": [{"name": "f", "arguments": {}}]}
+    assert (
+        parse({"messages": [USER, call], "finish_reason": name}, False)["finish_reason"] == "stop"
+    )
+    assert parse({"messages": [USER, REPLY], "finish_reason": name}, False)["finish_reason"] == name
+
+
+@pytest.mark.parametrize("regenerate", ["auto", False, "last", True])
+def test_a_given_reply_that_was_broken_off_is_dropped(jsonl, regenerate):
+    """By an error or a filter: neither whole nor cut off by its length. Where the target answers
+    anew nothing of it is taught, so that the conversation stays."""
+    fates = Fates()
+    row = {"messages": [USER, REPLY], "finish_reason": "content_filter"}
+    found = read_conversations(jsonl(row), regenerate, fates=fates)
+    assert (len(found), fates) == (
+        (0, {"finish-content_filter": 1}) if regenerate in ("auto", False) else (1, {})
+    )
 
 
 TURNS = st.lists(

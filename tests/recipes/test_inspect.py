@@ -151,7 +151,7 @@ def test_every_row_has_a_fate_and_a_place(report, tmp_path):
     assert fates["dropped: empty-reply"]["places"] == [f"{path}:4"]
     assert fates["dropped: bad-row"]["places"][0].startswith(f"{path}:9 (messages is a string")
     text = printed(found)
-    assert f"dropped: empty-reply:\n  {path}:4" in text.replace("\n  /", "\n  /")
+    assert f"dropped: empty-reply:  {path}:4" in text.replace("\n", "")  # long paths are folded
     assert list(fates)[:2] == ["kept", "to be answered by the target"]
 
 

@@ -123,7 +123,7 @@ def test_the_same_rows_on_a_fraction_of_the_disk(make_store, full, bare):
     assert content(bare) == before
     assert report["tokens_per_second"]["capture"] is None
     assert "supervised" in prepare.render(report)
-    with pytest.raises(SpectrainError, match="features = 'none', now it is None"):
+    with pytest.raises(SpectrainError, match="features = 'none', now it is 'stored'"):
         make_store("bare")
 
 

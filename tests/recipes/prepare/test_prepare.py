@@ -98,6 +98,56 @@ def test_every_dropped_row_is_counted(config, tmp_path):
     assert "dropped: 1 bad-row, 1 duplicate, 1 empty-reply" in text
 
 
+BASE = '{"messages": [{"role": "user", "content": "q%s"}, {"role": "assistant", %s}]%s}'
+DEEP, LONG = "[" * 600 + "]" * 600, "1" + "0" * 400
+NASTY = [
+    ('"content": "a"', f', "temperature": {LONG}'),
+    ('"content": "a"', f', "tools": [{{"name": "f", "x": {DEEP}}}]'),
+    (f'"tool_calls": [{{"name": "f", "arguments": {{"x": {DEEP}}}}}]', ""),
+    ('"tool_calls": [{"name": "f", "arguments": "' + "[" * 9000 + "]" * 9000 + '"}]', ""),
+    (f'"tool_calls": [{{"name": "f", "arguments": {{"x": {LONG}}}}}]', ""),
+    ('"content": "a"', ', "tools": [{"name": "f", "x": NaN}]'),
+    ('"content": "a"', ', "tools": [{"\\ud83d": 1}]'),
+    ('"content": "a", "\\ud83d": 1', ', "tools": {"\\ud83d": 1}'),
+    (f'"content": {DEEP}', ""),
+    (f'"content": [{{"type": "text", "text": {DEEP}}}]', ""),
+    ('"content": "a"', f', "domain": {LONG}'),
+    ('"content": "a"', f', "finish_reason": "{"x" * 10**6}"'),
+    ('"content": "a\\u0000b"', ', "domain": "\\u0000"'),
+    (f'"content": "{"a" * 10**6}"', ""),
+]
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_whatever_a_row_is_it_is_the_fate_of_that_row(config, tmp_path, answered):
+    """Case 12: no line kills the run or takes others with it."""
+    prompts = tmp_path / "nasty.jsonl"
+    lines = [BASE % (n, *row) for n, row in enumerate(NASTY)]
+    prompts.write_text("\n".join([*lines, BASE % ("good", '"content": "a reply"', "")]))
+    settings = {"prompts": prompts, "heldout": 0.0, "regenerate": "auto" if answered else True}
+    report = prepare.run(config(**settings, on_bad_row="skip"))
+    counts = report["counts"]
+    assert sum(counts["rows"].values()) + sum(counts["dropped"].values()) == len(NASTY) + 1
+    assert counts["dropped"]["bad-row"] >= 8
+    prepare.render(report).encode()
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 5, 6, 8])
+def test_a_bad_row_is_told_with_its_line(config, tmp_path, number):
+    prompts = tmp_path / "nasty.jsonl"
+    prompts.write_text(
+        BASE
+        % (
+            0,
+            *NASTY[number],
+        )
+        + "\n"
+    )
+    with pytest.raises(SpectrainError, match=r"nasty.jsonl:1: ") as caught:
+        prepare.run(config(prompts=prompts))
+    assert len(str(caught.value)) < 700
+
+
 def test_plain_texts_and_conversations_in_one_file(config, tmp_path, tiny):
     """Texts are captured whole and never asked about, whatever `regenerate` says."""
     rows = [{"text": f"{n} apples and a lazy dog " * (3 + n), "domain": "web"} for n in range(8)]
