@@ -18,7 +18,13 @@ from spectrain.core.files import read_json
 from spectrain.core.progress import progress
 from spectrain.core.show import WIDTH
 from spectrain.core.target import Target
-from spectrain.data.manifest import MANIFEST, map_tensors, read_manifest, require_intact
+from spectrain.data.manifest import (
+    MANIFEST,
+    fingerprint_of,
+    map_tensors,
+    read_manifest,
+    require_intact,
+)
 from spectrain.data.store import FeatureStore
 from spectrain.data.verify import GROUND, Expected, Shard, check_shard
 from spectrain.data.verify_rows import Across
@@ -26,7 +32,7 @@ from spectrain.data.verify_target import READ, check_facts, check_states, sample
 
 # Each check and what it states, in the order of the table.
 MEANING = {
-    "manifest": "the store is finished",
+    "manifest": "the store is finished, its settings as they were",
     "checksums": "every file is there and as it was written",
     "facts": "each row is described and has something to learn",
     "shapes": "tensors are there, of the right types and shapes",
@@ -110,8 +116,7 @@ def run(config: VerifyConfig) -> dict[str, Any]:
             "no feature store here", where=str(config.store), fix="check the folder"
         )
     findings = Findings()
-    unfinished = None if manifest["complete"] else "its preparation was interrupted; run it again"
-    if findings.add("manifest", unfinished):
+    if findings.add("manifest", _not_of_a_store(manifest)):
         settings = manifest["settings"]
         target = None if config.without_target else _target(config, manifest)
         expected = Expected.of(
@@ -134,6 +139,15 @@ def run(config: VerifyConfig) -> dict[str, Any]:
         "checks": findings.report(),
         "failure": f"NOT SOUND: {', '.join(findings.failed)}" if findings.failed else None,
     }
+
+
+def _not_of_a_store(manifest: dict) -> str | None:
+    if not manifest["complete"]:
+        return "its preparation was interrupted; run it again"
+    own = fingerprint_of(manifest["settings"])
+    if (told := manifest.get("fingerprint")) != own:
+        return f"its settings are not those it was made with: fingerprint {told}, they give {own}"
+    return None
 
 
 def _target(config: VerifyConfig, manifest: dict) -> Target:

@@ -195,6 +195,22 @@ def test_an_unfinished_store(store):
     assert set(others) == {"untried"}
 
 
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda manifest: manifest["settings"].update(max_length=7),
+        lambda manifest: manifest["settings"].pop("source"),
+        lambda manifest: manifest.update(fingerprint="0" * 16),
+        lambda manifest: manifest.pop("fingerprint"),
+    ],
+)
+def test_a_forged_manifest(store, forge):
+    """Settings that no file contradicts: only the fingerprint of all of them tells."""
+    path = store()
+    edit(path, forge)
+    assert "not those it was made with" in failed(verified(path, without_target=True))["manifest"]
+
+
 def test_exit_codes(store, tmp_path, tiny_path, whole):
     """0 sound, 1 not sound with the verdict as the last line, 2 for what is no store."""
     path = store()
