@@ -56,6 +56,12 @@ def prompt_text(tokenizer, conversation: Conversation) -> str:
     return prompt
 
 
+def rendered(tokenizer, messages: list[dict], generation: bool) -> str:
+    """The text of messages, with or without the generation prompt. Raises Refused:
+    template-rejects."""
+    return _render(tokenizer, messages, None, generation)
+
+
 def turn_texts(tokenizer, conversation: Conversation) -> list[TurnText]:
     """The assistant turns that follow a user turn, each as it was asked for and given.
 
