@@ -76,6 +76,12 @@ def keeps_history(tokenizer) -> bool:
     return after.startswith(before + reply)
 
 
+def rendered(tokenizer, messages: list[dict], generation: bool) -> str:
+    """The text of messages, with or without the generation prompt. Raises Refused:
+    template-rejects."""
+    return _render(tokenizer, messages, None, generation)
+
+
 def turn_texts(tokenizer, conversation: Conversation) -> list[TurnText]:
     """The assistant turns that follow a user turn, each as it was asked for and given.
 

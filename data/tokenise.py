@@ -13,6 +13,7 @@ had written: a new row begins. A wrong or empty mask is never returned.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,12 @@ def rendering(tokenizer) -> dict:
     # Left behind by the last call, and set again by the next.
     del state["padding"], state["truncation"]
     return {"backend": state, "chat_template": tokenizer.chat_template}
+
+
+def rendering_hash(tokenizer) -> str:
+    """16 hex digits over `rendering`."""
+    state = json.dumps(rendering(tokenizer), sort_keys=True)
+    return hashlib.sha256(state.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

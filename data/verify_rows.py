@@ -51,6 +51,7 @@ class Across:
         self.counts[f"supervised_tokens.{split}"] += record["supervised"]
         self.counts["truncated"] += record["truncated"]
         self.counts["length_stopped"] += record["finish"] == "length"
+        self.counts["loops"] += record.get("loops", False)
 
     def _order(self, record: dict) -> None:
         base = record["id"].partition("-")[0]

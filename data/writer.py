@@ -185,12 +185,13 @@ def only_process(path: Path) -> Iterator[None]:
     """Make the folder and hold it; the kernel lets go of it even when the process is killed.
 
     Raises SpectrainError when another process prepares it, or when it holds something else than a
-    store. A folder that was made for nothing is removed.
+    store, which stays untouched. A folder that was made for nothing is removed.
     """
     made = not path.exists()
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
-        with open(path / LOCK, "w") as lock:
+        _require_store(path)
+        with open(path / LOCK, "a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -199,6 +200,7 @@ def only_process(path: Path) -> Iterator[None]:
                     where=str(path),
                     fix="wait for it or choose another --store",
                 ) from None
+            _require_store(path)  # again: until now another process may have written here
             _sweep(path)
             try:
                 yield
@@ -208,17 +210,25 @@ def only_process(path: Path) -> Iterator[None]:
                 raise
 
 
-def _sweep(path: Path) -> None:
-    """Refuse a folder of something else; remove what a killed run left."""
-    content = [found for found in path.iterdir() if found.name not in (LOCK, SPOOL)]
-    leftovers = [found for found in content if found.name.endswith(".tmp")]
-    if set(content) - set(leftovers) and not (path / MANIFEST).is_file():
+def _require_store(path: Path) -> None:
+    """Refuse a folder that holds anything but a store or what a killed run left of one."""
+    own = (path / LOCK, path / SPOOL, *_leftovers(path))
+    if set(path.iterdir()) - set(own) and not (path / MANIFEST).is_file():
         raise SpectrainError(
             "the folder is not empty and holds no feature store",
             where=str(path),
             fix="choose an empty or new folder for --store",
         )
-    for found in [*leftovers, *path.glob(f"{REPLIES}/.*.tmp"), path / SPOOL]:
+
+
+def _leftovers(path: Path) -> list[Path]:
+    """Files that were being written (`core.files.atomic_write`)."""
+    return [found for folder in (path, path / REPLIES) for found in folder.glob(".*.tmp")]
+
+
+def _sweep(path: Path) -> None:
+    """Remove what a killed run left."""
+    for found in [*_leftovers(path), path / SPOOL]:
         if found.is_dir():
             shutil.rmtree(found)
         else:

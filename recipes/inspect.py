@@ -4,8 +4,6 @@ rest. Of the target only the tokenizer is loaded.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import date
@@ -31,7 +29,7 @@ from spectrain.data.tokenise import (
     Refused,
     given_rows,
     prompt_ids,
-    rendering,
+    rendering_hash,
     require_template,
     text_row,
 )
@@ -245,8 +243,7 @@ def _of_store(config: InspectConfig) -> dict[str, Any]:
 
 
 def _of_another(tokenizer, store: FeatureStore) -> str | None:
-    own = json.dumps(rendering(tokenizer), sort_keys=True).encode()
-    if hashlib.sha256(own).hexdigest()[:16] == store.manifest["settings"].get("template"):
+    if rendering_hash(tokenizer) == store.manifest["settings"].get("template"):
         return None
     return (
         "this is not the tokenizer or not the chat template that the store was made with: its "

@@ -8,8 +8,6 @@ shared by all, unit by unit and shard by shard.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,7 +24,7 @@ from spectrain.data.reading import read_into
 from spectrain.data.rows import RowRules, count_rows, no_rows, rows_of, source_hash
 from spectrain.data.shard import Cutter, bytes_needed, key_of
 from spectrain.data.spool import Spool
-from spectrain.data.tokenise import rendering, require_template
+from spectrain.data.tokenise import rendering_hash, require_template
 from spectrain.data.writer import StoreWriter, only_process
 from spectrain.generator.answering import OwnTarget
 from spectrain.recipes.prepare_answers import answer
@@ -267,10 +265,9 @@ def _aux_layers(config: PrepareConfig, target: Target) -> tuple[int, ...]:
 
 def _settings(config: PrepareConfig, target: Target, source: str, backend: str | None) -> dict:
     """Everything that shapes the store; a store with other settings is never continued."""
-    rendered = json.dumps(rendering(target.tokenizer), sort_keys=True).encode()
     shaped_by = {
         "target": {"fingerprint": target.fingerprint, "dtype": str(target.dtype)},
-        "template": hashlib.sha256(rendered).hexdigest()[:16],
+        "template": rendering_hash(target.tokenizer),
         "source": source,
         "aux_layers": list(_aux_layers(config, target)),
     }

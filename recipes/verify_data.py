@@ -1,12 +1,14 @@
 """`spectrain verify-data`: is a feature store what `prepare` writes, and what its target says?
 
-files and checksums → every invariant, shard by shard → the rows as a whole → the target, if it is
-to be asked: its output layer on stored states, and a second reading of a few rows
+files and checksums → every invariant, shard by shard; with the target at hand, where its replies
+begin and end → the rows as a whole → the target: its output layer on stored states, and a second
+reading of a few rows
 """
 
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,23 @@ from spectrain.core.files import read_json
 from spectrain.core.progress import progress
 from spectrain.core.show import WIDTH
 from spectrain.core.target import Target
-from spectrain.data.manifest import MANIFEST, map_tensors, read_manifest, require_intact
+from spectrain.data.manifest import (
+    MANIFEST,
+    fingerprint_of,
+    map_tensors,
+    read_manifest,
+    require_intact,
+)
 from spectrain.data.store import FeatureStore
+from spectrain.data.tokenise import rendering_hash
 from spectrain.data.verify import GROUND, Expected, Shard, check_shard
 from spectrain.data.verify_rows import Across
 from spectrain.data.verify_target import READ, check_facts, check_states, sample
+from spectrain.data.verify_text import OF_WORDS, Speech, check_text
 
 # Each check and what it states, in the order of the table.
 MEANING = {
-    "manifest": "the store is finished",
+    "manifest": "the store is finished, its settings as they were",
     "checksums": "every file is there and as it was written",
     "facts": "each row is described and has something to learn",
     "shapes": "tensors are there, of the right types and shapes",
@@ -38,6 +48,8 @@ MEANING = {
     "teacher": "the target's choices and log-probabilities can be",
     "likeliest": "further log-probabilities fall from the choice's",
     "features": "features are finite, scales above 0",
+    "reply begins": "each reply stands behind a generation prompt",
+    "reply ends": "and ends in an end-of-turn token, its only one",
     "counts": "the manifest's counts are those of the rows",
     "order": "rows by hash, each once at a temperature",
     "splits": "no prompt is in both splits",
@@ -110,14 +122,14 @@ def run(config: VerifyConfig) -> dict[str, Any]:
             "no feature store here", where=str(config.store), fix="check the folder"
         )
     findings = Findings()
-    unfinished = None if manifest["complete"] else "its preparation was interrupted; run it again"
-    if findings.add("manifest", unfinished):
+    if findings.add("manifest", _not_of_a_store(manifest)):
         settings = manifest["settings"]
         target = None if config.without_target else _target(config, manifest)
         expected = Expected.of(
             settings, target and target.vocab_size, target and target.hidden_size
         )
-        across = _look(config.store, manifest, expected, findings)
+        speech = target and _speech(target, settings, findings)
+        across = _look(config.store, manifest, expected, speech, findings)
         if across is not None:
             findings.add("counts", across.wrong_counts(manifest["counts"]))
             findings.add("order", across.wrong_order())
@@ -134,6 +146,15 @@ def run(config: VerifyConfig) -> dict[str, Any]:
         "checks": findings.report(),
         "failure": f"NOT SOUND: {', '.join(findings.failed)}" if findings.failed else None,
     }
+
+
+def _not_of_a_store(manifest: dict) -> str | None:
+    if not manifest["complete"]:
+        return "its preparation was interrupted; run it again"
+    own = fingerprint_of(manifest["settings"])
+    if (told := manifest.get("fingerprint")) != own:
+        return f"its settings are not those it was made with: fingerprint {told}, they give {own}"
+    return None
 
 
 def _target(config: VerifyConfig, manifest: dict) -> Target:
@@ -158,7 +179,20 @@ def _target(config: VerifyConfig, manifest: dict) -> Target:
     return target
 
 
-def _look(store: Path, manifest: dict, expected: Expected, findings: Findings) -> Across | None:
+def _speech(target: Target, settings: dict, findings: Findings) -> Speech:
+    """How the target's turns begin and end; how they begin only with the store's own template."""
+    speech = Speech.of(target.tokenizer, target.stop_ids)
+    if rendering_hash(target.tokenizer) != settings.get("template"):
+        findings.seen["reply begins"] = "the target's template is not the one of the store"
+        return replace(speech, prompts=())
+    texts = ", ".join(repr(text) for text in speech.texts)
+    findings.seen["reply begins"] = texts or "the template puts nothing there"
+    return speech
+
+
+def _look(
+    store: Path, manifest: dict, expected: Expected, speech: Speech | None, findings: Findings
+) -> Across | None:
     """Every shard; what the rows are as a whole, None where not all of them could be looked at."""
     across, whole = Across(), True
     size = sum(shard["bytes"] for shard in manifest["shards"])
@@ -166,6 +200,8 @@ def _look(store: Path, manifest: dict, expected: Expected, findings: Findings) -
         for record in manifest["shards"]:
             shard = _read(store, record, findings)
             found = dict(check_shard(shard, expected)) if shard is not None and shard.facts else {}
+            if found and speech is not None and not any(map(found.get, (*GROUND, *OF_WORDS))):
+                found |= check_text(shard, speech)
             for name, wrong in found.items():
                 findings.add(name, wrong and f"{record['file']}: {wrong}")
             sure = shard is not None and not any(found.get(name) for name in GROUND)

@@ -9,10 +9,12 @@ import pytest
 import torch
 from fake_rows import SETTINGS, random_row
 from packed_rows import pack
+from preparing import content
 
 from spectrain.core import files
 from spectrain.core.batch import predicting
 from spectrain.core.errors import RunFailed, SpectrainError
+from spectrain.data.manifest import MANIFEST
 from spectrain.data.store import FeatureStore
 from spectrain.data.writer import StoreWriter
 
@@ -276,15 +278,49 @@ def test_shards_beyond_the_last_one_are_removed(store_path, pairs):
     assert len(read_all(store_path).tokens) == 6
 
 
-def test_a_folder_of_other_things_is_not_touched(tmp_path):
-    (tmp_path / "thesis.txt").write_text("years of work")
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["thesis.txt"],
+        ["thesis.txt", ".lock", ".spool.sqlite", ".a.json.9-ab.tmp", "replies/.u.json.9.tmp"],
+        ["thesis.tmp"],
+        [".git/HEAD", ".lock"],
+    ],
+)
+def test_a_folder_of_other_things_is_not_touched(tmp_path, names):
+    """Every name and every byte, also of files that are called as ours are."""
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("years of work")
+    before = content(tmp_path)
     for overwrite in (False, True):
         with (
             pytest.raises(SpectrainError, match="not empty and holds no feature store"),
             StoreWriter.claim(tmp_path, SETTINGS, overwrite=overwrite),
         ):
             pass
-    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+        assert content(tmp_path) == before
+
+
+def test_a_lock_is_not_emptied_and_the_folder_is_looked_at_once_it_is_held(tmp_path, monkeypatch):
+    """What another process wrote between the first look and the lock is not swept away."""
+    (tmp_path / ".lock").write_text("mine")
+    with StoreWriter.claim(tmp_path, SETTINGS):
+        assert (tmp_path / ".lock").read_text() == "mine"
+    (tmp_path / MANIFEST).unlink()
+    left = tmp_path / ".a.json.9-ab.tmp"
+
+    def locked(*_):
+        left.write_text("half")
+        (tmp_path / "thesis.txt").write_text("years of work")
+
+    monkeypatch.setattr("spectrain.data.writer.fcntl.flock", locked)
+    with (
+        pytest.raises(SpectrainError, match="not empty and holds no feature store"),
+        StoreWriter.claim(tmp_path, SETTINGS),
+    ):
+        pass
+    assert left.read_text() == "half"
 
 
 def test_second_process_is_kept_out(store_path):

@@ -242,7 +242,12 @@ def test_counts_are_those_of_the_rows():
     for name in ("rows", "tokens", "supervised_tokens"):
         wrong = counts | {name: {"train": 5, "heldout": 0}}
         assert across(*ROWS).wrong_counts(wrong).startswith(f"{name}.train: the manifest says 5")
-    assert "manifest says 1," in across(*ROWS).wrong_counts(counts | {"truncated": 1})
+    for name in ("truncated", "length_stopped", "loops"):
+        wrong = across(*ROWS).wrong_counts(counts | {name: 1})
+        assert wrong == f"{name}: the manifest says 1, the rows say 0"
+    stuck = across(*ROWS[:3], like(ROWS[3][0], loops=True))
+    assert stuck.wrong_counts(counts) == "loops: the manifest says 0, the rows say 1"
+    assert stuck.wrong_counts(counts | {"loops": 1}) is None
     assert "heldout" in across(*ROWS).wrong_counts(counts | {"rows": {"train": 4, "heldout": 1}})
     moved = across(*ROWS[:3], like(ROWS[3][0], split="heldout"))
     assert moved.wrong_counts(counts) is not None

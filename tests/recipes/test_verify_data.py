@@ -10,14 +10,16 @@ from itertools import pairwise
 import pytest
 import torch
 from damaged import edit, seal
-from preparing import PROMPTS, content, write
+from preparing import PROMPTS, content, talk, write
 from typer.testing import CliRunner
 
 from spectrain import cli
 from spectrain.core import files
 from spectrain.core.errors import SpectrainError
+from spectrain.core.files import read_json
 from spectrain.core.target import Target
 from spectrain.data.int8 import group_of, to_int8
+from spectrain.data.manifest import fingerprint_of
 from spectrain.data.store import FeatureStore
 from spectrain.recipes import prepare, verify_data
 from spectrain.recipes.prepare import PrepareConfig
@@ -195,6 +197,22 @@ def test_an_unfinished_store(store):
     assert set(others) == {"untried"}
 
 
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda manifest: manifest["settings"].update(max_length=7),
+        lambda manifest: manifest["settings"].pop("source"),
+        lambda manifest: manifest.update(fingerprint="0" * 16),
+        lambda manifest: manifest.pop("fingerprint"),
+    ],
+)
+def test_a_forged_manifest(store, forge):
+    """Settings that no file contradicts: only the fingerprint of all of them tells."""
+    path = store()
+    edit(path, forge)
+    assert "not those it was made with" in failed(verified(path, without_target=True))["manifest"]
+
+
 def test_exit_codes(store, tmp_path, tiny_path, whole):
     """0 sound, 1 not sound with the verdict as the last line, 2 for what is no store."""
     path = store()
@@ -259,6 +277,54 @@ def test_rows_in_another_order_and_twice(store):
 
     seal(path, len(list(path.glob("shard-*.json"))) - 1, rename)
     assert "comes after" in failed(verified(path, without_target=True))["order"]
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "wrong"),
+    [
+        (1, 0, "reply begins"),
+        (-1, 0, "reply begins"),
+        (-4, 0, "reply begins"),
+        (0, -1, "reply ends"),
+    ],
+)
+def test_a_mask_that_the_target_did_not_write(tmp_path, tiny_path, begin, end, wrong):
+    """Everything about it agrees in every file; only the tokenizer knows what a turn looks like."""
+    path = tmp_path / "store"
+    talks = [talk(f"How many of {n}?", "Seven apples.", "Sure?", "Nobody minds.") for n in range(6)]
+    prompts = write(tmp_path / "talks.jsonl", talks)
+    settings = {"features": "none", "heldout": 0, "shard_tokens": 160}
+    prepare.run(PrepareConfig(target=str(tiny_path), prompts=prompts, store=path, **settings))
+    assert failed(verified(path)) == {}
+
+    def move(tensors, facts):
+        first, last = tensors["offsets"][1:3]
+        said = first + (tensors["reply"][first:last] == 2).nonzero().flatten()
+        tensors["reply"][said] = 0
+        tensors["reply"][said[0] + begin : said[-1] + 1 + end] = 2
+        facts[1]["supervised"] += end - begin
+        tensors["predicting"][2:] += end - begin
+
+    seal(path, 1, move)
+    counted = FeatureStore.open(path).manifest["counts"]["supervised_tokens"]["train"]
+    change = {"train": counted + end - begin}
+    edit(path, lambda manifest: manifest["counts"]["supervised_tokens"].update(change))
+    assert failed(verified(path, without_target=True)) == {}
+    found = failed(verified(path))
+    assert set(found) == {wrong}
+    name = read_json(path / "shard-00001.json")["rows"][1]["id"]
+    assert found[wrong].startswith(f"shard-00001.safetensors: row {name}, token ")
+
+
+def test_another_template_than_the_store_s_tells_nothing_of_beginnings(store):
+    path = store()
+    edit(path, lambda manifest: manifest["settings"].update(template="0" * 16))
+    told = fingerprint_of(read_json(path / "manifest.json")["settings"])
+    edit(path, lambda manifest: manifest.update(fingerprint=told))
+    report = verified(path)
+    assert failed(report) == {}
+    assert report["checks"]["reply begins"]["verdict"] == "untried"
+    assert "not the one of the store" in report["checks"]["reply begins"]["seen"]
 
 
 # ── what only the target knows ───────────────────────────────────────────────
