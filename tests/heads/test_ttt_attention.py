@@ -120,7 +120,7 @@ def test_bfloat16_differs_by_its_rounding():
 
 
 def test_nothing_as_large_as_rows_by_keys_is_kept():
-    """What autograd keeps of R anchors over T keys: inputs, output and one number for each query."""
+    """What autograd keeps of R anchors: inputs, output and one number for each query and head."""
     chosen = torch.ones(1, 256, dtype=torch.bool)
     inputs = [part.requires_grad_() for part in tensors(chosen, 2, 2, 1, torch.float32)]
     kept = {}
