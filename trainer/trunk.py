@@ -102,6 +102,9 @@ class JointHead(nn.Module):
             weight *= min(1.0, since / settings.ramp)
         return [1.0, *(weight * own for own in self.head.weights(progress))]
 
+    def objective(self, batch: Batch) -> Objective:
+        return self.forward(batch)
+
     def forward(self, batch: Batch, scale: Tensor | None = None) -> Objective:
         """The trunk's term and the head's; `last` and `argmax` of the batch are the store's."""
         features = self._target.forward(
