@@ -20,11 +20,9 @@ from torch.autograd.function import once_differentiable
 from spectrain.core.environment import cpu_model
 from spectrain.core.packing import can_pack
 
-# Below these the copies cost more than the product saves.
+# Below these the copies cost more than the product saves; a gradient has to transpose the weight.
 FORWARD_ROWS = 64
-BACKWARD_ROWS = 384
-# For one product whose second factor has to be transposed first.
-COPIED_ROWS = 256
+BACKWARD_ROWS = 256
 
 
 class Linear(nn.Linear):
@@ -44,7 +42,7 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def fast_product(left: Tensor, right: Tensor) -> Tensor:
     """left [R, I] · right [O, I]ᵀ → [R, O], where no gradient is asked for."""
-    enough = FORWARD_ROWS if right.is_contiguous() else COPIED_ROWS
+    enough = FORWARD_ROWS if right.is_contiguous() else BACKWARD_ROWS
     if len(left) < enough or not left.shape[1] or not _suits(left, right):
         return left @ right.t()
     return _product(left, right)
