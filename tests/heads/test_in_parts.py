@@ -113,3 +113,20 @@ def test_what_the_graph_keeps_does_not_grow_with_the_steps(tiny):
         kept[steps] = sum({one.value.data_ptr(): one.value.numel() for one in alive}.values())
         found.total.backward()
     assert kept[4] == kept[1] > 0
+
+
+def test_products_in_bfloat16(tiny):
+    """As the training loop runs with mixed precision: both ways err by bfloat16's rounding alone."""
+    head = make_head(tiny, steps=3).train()
+    batch = make_batch(tiny, head, *random_rows(torch.Generator().manual_seed(8)))
+    scale = torch.full((3,), 0.1)
+    found = {}
+    for way in ("exact", "low"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "low"):
+            objective = head(batch, scale)
+        objective.total.backward()
+        found[way] = objective.loss, [p.grad.flatten() for p in head.parameters()]
+        head.zero_grad()
+    torch.testing.assert_close(found["low"][0], found["exact"][0], rtol=0.03, atol=0)
+    for low, exact in zip(found["low"][1], found["exact"][1], strict=True):
+        assert torch.cosine_similarity(low, exact, dim=0) > 0.98
