@@ -116,7 +116,7 @@ def test_what_the_graph_keeps_does_not_grow_with_the_steps(tiny):
 
 
 def test_products_in_bfloat16(tiny):
-    """As the training loop runs with mixed precision: both ways err by bfloat16's rounding alone."""
+    """As with mixed precision in the training loop: it errs by bfloat16's rounding."""
     head = make_head(tiny, steps=3).train()
     batch = make_batch(tiny, head, *random_rows(torch.Generator().manual_seed(8)))
     scale = torch.full((3,), 0.1)
