@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from spectrain.core.environment import cpu_model
 from spectrain.core.packing import can_pack
 
-# Below these the copies cost more than the product saves.
+# Below these the copies cost more than the product saves; a gradient has to transpose the weight.
 FORWARD_ROWS = 64
-BACKWARD_ROWS = 384
+BACKWARD_ROWS = 256
 
 
 class Linear(nn.Linear):
@@ -35,16 +35,26 @@ class Linear(nn.Linear):
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., I], weight [O, I], bias [O] → [..., O]: F.linear to rounding, on every device."""
     rows = x.numel() // max(1, x.shape[-1])
-    plain = (
-        rows < FORWARD_ROWS
-        or x.device.type != "cpu"
-        or not x.dtype == weight.dtype == torch.float32
-        or torch.is_autocast_enabled("cpu")
-        or not preferred()
-    )
-    if plain:
+    if rows < FORWARD_ROWS or not _suits(x, weight):
         return F.linear(x, weight, bias)
     return _Linear.apply(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], len(weight))
+
+
+def fast_product(left: Tensor, right: Tensor) -> Tensor:
+    """left [R, I] · right [O, I]ᵀ → [R, O], where no gradient is asked for."""
+    enough = FORWARD_ROWS if right.is_contiguous() else BACKWARD_ROWS
+    if len(left) < enough or not left.shape[1] or not _suits(left, right):
+        return left @ right.t()
+    return _product(left, right)
+
+
+def _suits(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and not torch.is_autocast_enabled("cpu")
+        and preferred()
+    )
 
 
 @cache

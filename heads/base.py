@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -94,12 +94,15 @@ class Objective:
     hits  [K] rows where the head's first choice is the target's argmax
     seen  [K] rows that count at this step; those whose argmax the head cannot guess are in `seen`
           and not in `count`, so they enter every metric as rejections
+    total Σ_k scale_k · loss_k, to go backward from, where `scale` was told (`DraftHead.forward`);
+          then `loss` itself may have no gradient
     """
 
     loss: Tensor
     count: Tensor
     hits: Tensor
     seen: Tensor
+    total: Tensor | None = None
 
 
 class DraftHead(nn.Module, ABC):
@@ -220,9 +223,16 @@ class DraftHead(nn.Module, ABC):
     def weights(self, progress: float) -> list[float]:
         """Weight of each term of `objective`; progress runs from 0 to 1 over the training."""
 
-    def forward(self, batch: Batch) -> Objective:
-        """The objective, as a module call, so that data-parallel wrappers see it."""
-        return self.objective(batch)
+    def forward(self, batch: Batch, scale: Tensor | None = None) -> Objective:
+        """The objective, as a module call, so that data-parallel wrappers see it.
+
+        scale [K]: what the caller will weigh each term by; with it comes `total`. A head that knows
+        it before its forward can take its gradient in parts, and keep none of what led to it.
+        """
+        objective = self.objective(batch)
+        if scale is None:
+            return objective
+        return replace(objective, total=(scale * objective.loss).sum())
 
     # ── drafting face ────────────────────────────────────────────────────────
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
@@ -23,11 +24,13 @@ from spectrain.heads.eagle_layer import (
     PairLayer,
     sizes_of,
 )
+from spectrain.heads.in_parts import total_in_parts
 from spectrain.heads.layers import RMSNorm
 from spectrain.heads.linear_loss import linear_cross_entropy, linear_row_loss
 from spectrain.heads.losses import ROW_LOSSES, RowLoss
 from spectrain.heads.noise import document_noise
 from spectrain.heads.recurrent import RecurrentHead
+from spectrain.heads.unrolled_loss import UnrolledLoss
 
 AuxLayers = tuple[int, ...]
 
@@ -156,6 +159,13 @@ class Eagle3Head(RecurrentHead):
             step = parts.step(unrolled)
             parts.add_choice(step, *self._loss(unrolled.hidden, teacher, step))
         return parts.objective()
+
+    def forward(self, batch: Batch, scale: Tensor | None = None) -> Objective:
+        if scale is None or not torch.is_grad_enabled():
+            return super().forward(batch, scale)
+        loss = UnrolledLoss(self, batch, scale, self.lm_head.weight, self.config.loss)
+        total = total_in_parts(self, self.prefix(batch), batch.tokens, loss, self.norm)
+        return loss.objective(total)
 
     def _loss(
         self, hidden: Tensor, teacher: scoring.Teacher, step: scoring.StepRows

@@ -73,7 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=exact) if to_weight else None
         grad_bias = torch.zeros_like(bias, dtype=exact) if to_bias else None
         size = max(1, chunk // len(weight))
-        cast = weight.to(_product_type(weight))  # once, not in every chunk
+        cast = weight.to(product_type(weight))  # once, not in every chunk
         for start in range(0, len(hidden), size):
             rows = slice(start, min(start + size, len(hidden)))
             part = hidden[rows].to(cast.dtype)
@@ -197,7 +197,7 @@ class _LinearRowLoss(torch.autograd.Function):
         )
 
 
-def _product_type(weight: Tensor) -> torch.dtype:
+def product_type(weight: Tensor) -> torch.dtype:
     """What the products are computed in: the lower type under autocast."""
     kind = weight.device.type
     if torch.is_autocast_enabled(kind) and weight.dtype == torch.float32:

@@ -38,6 +38,17 @@ Attend = Callable[[int, EntryLayer, Tensor], Tensor]
 
 
 @dataclass
+class Prefix:
+    """What training-time test starts from: the anchors' own rows, and the keys they all look at."""
+
+    anchors: Anchors
+    hidden: Tensor  # [R, H] the last layer's residual at step 0
+    x: Tensor  # [R, W or H] what its q/k/v read
+    keys: list[Tensor]  # of step 0, for each layer [B, T, G, d]
+    values: list[Tensor]
+
+
+@dataclass
 class RecurrentState:
     """Drafting state: verified rows in the cache, drafted nodes behind them."""
 
@@ -94,10 +105,13 @@ class RecurrentHead(DraftHead):
     # ── training face ────────────────────────────────────────────────────────
 
     def unroll(self, batch: Batch, steps: int) -> Iterator[Unrolled]:
+        yield from self.steps(self.prefix(batch), batch.tokens, steps)
+
+    def prefix(self, batch: Batch) -> Prefix:
+        """Step 0 up to what the last layer's anchors ask: all that is one for all anchors."""
         anchors = Anchors.of(counted(batch.reply, 0), batch.starts)
         keys: list[Tensor] = []  # of step 0, each [B, T, G, d]
         values: list[Tensor] = []
-        own: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.stack]
 
         # Row t embeds x[t+1]; the last row of a document has none, and no anchor ever looks at it.
         following = torch.cat([batch.tokens[:, 1:], batch.tokens[:, -1:]], dim=1)
@@ -108,35 +122,40 @@ class RecurrentHead(DraftHead):
         table = self.rotary(batch.positions, self.dtype)
         mask = Plan(batch.positions, starts=batch.starts).mask(None)
 
-        def causal(index: int, layer: EntryLayer, x: Tensor) -> Tensor:
+        def keep(layer: EntryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
             key, value = layer.key_value(x, table)
-            keys.append(key)
+            keys.append(key.to(value.dtype))  # once, and not at each step
             values.append(value)
-            query, key, value = (
-                part.to(value.dtype).transpose(1, 2) for part in (layer.query(x, table), key, value)
-            )
-            out = grouped_attention(query, key, value, mask, self.scale)
-            return out.transpose(1, 2).flatten(2)
+            return keys[-1], value
+
+        def causal(index: int, layer: EntryLayer, x: Tensor) -> Tensor:
+            key, value = keep(layer, x)
+            query = layer.query(x, table).to(value.dtype)
+            parts = (part.transpose(1, 2) for part in (query, key, value))
+            return grouped_attention(*parts, mask, self.scale).transpose(1, 2).flatten(2)
 
         residual, x = self._lower(residual, x, causal)
-        last = len(self.stack) - 1
-        key, value = self.stack[last].key_value(x, table)
-        keys.append(key)
-        values.append(value)
+        keep(self.stack[-1], x)
+        rows = (part.flatten(0, 1).index_select(0, anchors.flat) for part in (residual, x))
+        return Prefix(anchors, *rows, keys, values)
+
+    def steps(self, prefix: Prefix, tokens: Tensor, steps: int) -> Iterator[Unrolled]:
+        """What `unroll` yields for the anchors of `prefix`, no matter which others there are."""
+        anchors, hidden, x = prefix.anchors, prefix.hidden, prefix.x
+        own: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.stack]
 
         def own_rows(index: int, layer: EntryLayer, x: Tensor) -> Tensor:
             """Step 0 goes through here for the last layer alone: its keys are there already."""
             table = self.rotary(anchors.position + step, self.dtype)
             if step:
-                for kept, new in zip(own[index], layer.key_value(x, table), strict=True):
-                    kept.append(new)
+                key, value = layer.key_value(x, table)
+                own[index][0].append(key.to(value.dtype))
+                own[index][1].append(value)
             query = layer.query(x, table)
-            return ttt_attention(
-                query, keys[index], values[index], *own[index], anchors, self.scale
-            )
+            keys, values = prefix.keys[index], prefix.values[index]
+            return ttt_attention(query, keys, values, *own[index], anchors, self.scale)
 
-        tokens = batch.tokens.flatten()
-        hidden, x = (rows.flatten(0, 1).index_select(0, anchors.flat) for rows in (residual, x))
+        tokens = tokens.flatten()
         for step in range(steps):
             if step:
                 # Beyond its document an anchor is fed anything: it no longer counts.

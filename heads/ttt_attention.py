@@ -4,56 +4,106 @@ At step k the row of anchor t sees the step-0 keys of positions ≤ t and its ow
 nothing of other rows' later steps: just what it will see when it drafts. Only anchors ask; prompt
 rows are needed for their step-0 key and value alone.
 
-B batch, T length, R anchors, A most anchors in one batch row, Q query heads, G kv heads,
+Anchors are taken a chunk at a time, and a chunk looks only at the keys from the start of its first
+document up to its last place. Scores live for one chunk: the backward pass makes them anew from the
+queries and each row's log-sum-exp over all it sees, as in FlashAttention-2 (arXiv 2307.08691).
+
+B batch, T length, R anchors, r anchors of a chunk, n keys of a chunk, Q query heads, G kv heads,
 S = Q/G, d head size, k own keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Scores of one chunk, in numbers: what a CPU's cache holds; a GPU wants large products.
+CPU_CHUNK, GPU_CHUNK = 1 << 20, 1 << 26
+# Below this products are too small, however long a row is.
+FEWEST = 16
 
 
 @dataclass
 class Anchors:
-    """Where the anchors of a batch are, as a list [R] and as a padded grid [B, A]."""
+    """Where the anchors of a batch are, in order."""
 
     flat: Tensor  # [R] b·T + t
     position: Tensor  # [R] t, counted from the start of its document
-    seen: Tensor  # [B, A, T] bool: step-0 keys that the anchor in this grid cell may see
-    _cell: Tensor  # [R] b·A + place within the row
+    length: int  # T
+    _where: Tensor  # [R, 3] batch row, place t in it, start of the document; on the CPU
+    _seen: Tensor  # [R, 2] place and start again, on the device
 
     @classmethod
     def of(cls, chosen: Tensor, starts: Tensor | None = None) -> Anchors:
         """chosen [B, T] bool → the anchors, in order; starts [B, T] of documents as in Batch."""
-        batch, length = chosen.shape
+        length = chosen.shape[1]
         row, place = chosen.nonzero(as_tuple=True)
-        number = (chosen.cumsum(1) - 1)[row, place]
-        widest = int(chosen.sum(1).max()) if batch else 0
-        cell = row * widest + number
+        start = torch.zeros_like(place) if starts is None else starts[row, place]
+        where = torch.stack([row, place, start], dim=1)
+        # The one wait for the device: what a chunk may look at has to be known on the host.
+        return cls(row * length + place, place - start, length, where.cpu(), where[:, 1:])
 
-        def on_grid(values: Tensor) -> Tensor:
-            empty = values.new_zeros(batch * widest)
-            return empty.index_copy(0, cell, values).view(batch, widest, 1)
+    def __len__(self) -> int:
+        return len(self.flat)
 
-        column = torch.arange(length, device=chosen.device)
-        seen, position = column <= on_grid(place), place
-        if starts is not None:
-            start = starts[row, place]
-            seen, position = seen & (column >= on_grid(start)), place - start
-        return cls(row * length + place, position, seen, cell)
+    def split(self, size: int) -> list[Anchors]:
+        """`size` anchors each, the last ones fewer; none at all are one part, too."""
+        lists = (self.flat, self.position, self._where, self._seen)
+        parts = zip(*(values.split(size) for values in lists), strict=True)
+        return [Anchors(flat, place, self.length, *rest) for flat, place, *rest in parts]
 
-    def pad(self, rows: Tensor) -> Tensor:
-        """[R, …] → [B, A, …], empty cells zero."""
-        batch, widest = self.seen.shape[:2]
-        grid = rows.new_zeros(batch * widest, *rows.shape[1:]).index_copy(0, self._cell, rows)
-        return grid.view(batch, widest, *rows.shape[1:])
+    def following(self, steps: int) -> tuple[Tensor, Tensor]:
+        """The rows behind the anchors, b·T + t + 1 + k for k < steps, each of them once [U], and
+        where among these each is [steps, R]; worked out on the host."""
+        flat = self._where[:, 0] * self.length + self._where[:, 1]
+        rows, place = (flat + 1 + torch.arange(steps)[:, None]).unique(return_inverse=True)
+        device = self.flat.device
+        return rows.to(device, non_blocking=True), place.to(device, non_blocking=True)
 
-    def unpad(self, grid: Tensor) -> Tensor:
-        """[B, A, …] → [R, …]"""
-        return grid.flatten(0, 1)[self._cell]
+    def chunks(self, size: int) -> Iterator[Chunk]:
+        """At most `size` anchors of one batch row each, which cover all anchors in order."""
+        begin = 0
+        for count in self._where[:, 0].unique_consecutive(return_counts=True)[1].tolist():
+            for first in range(begin, begin + count, size):
+                stop = min(first + size, begin + count)
+                row, place, start = self._where[first].tolist()
+                _, last, latest = self._where[stop - 1].tolist()
+                seen = self._seen[first:stop]
+                one = None if latest == start else seen[:, 1]
+                yield Chunk(slice(first, stop), row, start, place + 1, last + 1, seen[:, 0], one)
+            begin += count
+
+
+@dataclass
+class Chunk:
+    """Some anchors of one batch row and the step-0 keys [begin, end) that any of them sees."""
+
+    rows: slice  # among the anchors
+    row: int  # of the batch
+    begin: int
+    common: int  # keys [begin, common) come before the place of every anchor
+    end: int
+    place: Tensor  # [r]
+    start: Tensor | None  # [r] of their documents; None: all begin at `begin`
+
+    def keys(self, values: Tensor) -> Tensor:
+        """[B, T, G, d] → [G, n, d]"""
+        return values[self.row, self.begin : self.end].transpose(0, 1)
+
+    def hide(self, scores: Tensor) -> None:
+        """Put −inf where an anchor must not look: scores [G, r·S, n], in place."""
+        share = scores.shape[1] // len(self.place)
+        first = self.begin if self.start is not None else self.common
+        column = torch.arange(first, self.end, device=scores.device)
+        hidden = column > self.place[:, None]
+        if self.start is not None:
+            hidden |= column < self.start[:, None]
+        part = scores[..., first - self.begin :].unflatten(1, (-1, share))
+        part.masked_fill_(hidden[:, None], float("-inf"))
 
 
 def ttt_attention(
@@ -64,26 +114,113 @@ def ttt_attention(
     own_values: list[Tensor],
     anchors: Anchors,
     scale: float,
+    *,
+    chunk: int | None = None,
 ) -> Tensor:
-    """query [R, Q, d]; keys, values [B, T, G, d] of step 0; own_* k times [R, G, d] → [R, Q·d]."""
-    rows, heads, size = query.shape
-    length, groups = keys.shape[1:3]
-    share = heads // groups
-    query = query.view(rows, groups, share, size)
-    grid = anchors.pad(query).permute(0, 2, 1, 3, 4)  # [B, G, A, S, d]
-    batch, _, widest = grid.shape[:3]
-    scores = grid.reshape(batch, groups, widest * share, size) @ keys.permute(0, 2, 3, 1)
-    scores = scores.view(batch, groups, widest, share, length) * scale
-    scores = scores.masked_fill(~anchors.seen[:, None, :, None], float("-inf"))
-    scores = anchors.unpad(scores.permute(0, 2, 1, 3, 4))  # [R, G, S, T]
-    if own_keys:
-        own = torch.einsum("rgsd,rkgd->rgsk", query, torch.stack(own_keys, dim=1)) * scale
-        scores = torch.cat([scores, own], dim=-1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
-    prefix, own_weights = weights[..., :length], weights[..., length:]
-    prefix = anchors.pad(prefix).permute(0, 2, 1, 3, 4)  # [B, G, A, S, T]
-    out = prefix.reshape(batch, groups, widest * share, length) @ values.transpose(1, 2)
-    out = anchors.unpad(out.view(batch, groups, widest, share, size).permute(0, 2, 1, 3, 4))
-    if own_keys:
-        out = out + torch.einsum("rgsk,rkgd->rgsd", own_weights, torch.stack(own_values, dim=1))
-    return out.reshape(rows, heads * size)
+    """query [R, Q, d]; keys, values [B, T, G, d] of step 0; own_* k times [R, G, d] → [R, Q·d].
+
+    Products are taken in the values' type, sums in float32 at least. chunk: anchors at a time.
+    """
+    kind = values.dtype
+    heads, groups = query.shape[1], keys.shape[2]
+    if chunk is None:
+        numbers = CPU_CHUNK if query.device.type == "cpu" else GPU_CHUNK
+        chunk = max(FEWEST, numbers // (heads * max(1, anchors.length)))
+    query = query.to(kind).unflatten(1, (groups, heads // groups))
+    own = (part.to(kind) for part in (*own_keys, *own_values))
+    out = _Attention.apply(anchors, chunk, scale, query, keys.to(kind), values, *own)
+    return out.flatten(1)
+
+
+class _Attention(torch.autograd.Function):
+    """query [R, G, S, d] → [R, G, S, d]"""
+
+    @staticmethod
+    def forward(
+        ctx,
+        anchors: Anchors,
+        chunk: int,
+        scale: float,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *own: Tensor,
+    ) -> Tensor:
+        exact = torch.promote_types(query.dtype, torch.float32)
+        out = torch.empty_like(query, dtype=exact)
+        norm = torch.empty(query.shape[:3], dtype=exact, device=query.device)  # log-sum-exp
+        for part in anchors.chunks(chunk):
+            scores = _scores(part, query, keys, scale)
+            top = scores.amax(-1, keepdim=True)  # finite: every anchor sees itself
+            weights = scores.sub_(top).exp_()
+            total = weights.sum(-1, keepdim=True)
+            mixed = (weights.to(values.dtype) @ part.keys(values)).to(exact) / total
+            out[part.rows] = _unfold(mixed, query)
+            norm[part.rows] = _unfold(top + total.log(), query).squeeze(-1)
+        if own:
+            own_keys, own_values = _stacked(own)
+            scores = torch.einsum("rgsd,rkgd->rgsk", query, own_keys).to(exact) * scale
+            prefix, norm = norm, torch.cat([scores, norm[..., None]], dim=-1).logsumexp(-1)
+            weights = (scores - norm[..., None]).exp_().to(values.dtype)
+            out.mul_((prefix - norm).exp_()[..., None])
+            out += torch.einsum("rgsk,rkgd->rgsd", weights, own_values)
+        out = out.to(values.dtype)
+        ctx.save_for_backward(query, keys, values, out, norm, *own)
+        ctx.how = anchors, chunk, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """With P = exp(scores − norm) and Δ = Σ grad · out: dV = Pᵀ grad, dS = P (grad Vᵀ − Δ)."""
+        query, keys, values, out, norm, *own = ctx.saved_tensors
+        anchors, chunk, scale = ctx.how
+        kind, exact = values.dtype, norm.dtype
+        mean = (grad.to(exact) * out).sum(-1)  # Δ [R, G, S]
+        to_query = torch.empty_like(query)
+        to_keys = torch.zeros_like(keys, dtype=exact)
+        to_values = torch.zeros_like(values, dtype=exact)
+        for part in anchors.chunks(chunk):
+            weights = _scores(part, query, keys, scale).sub_(_fold(part, norm[..., None])).exp_()
+            above = _fold(part, grad)
+            part.keys(to_values).add_(weights.to(kind).transpose(1, 2) @ above)
+            slope = (above @ part.keys(values).transpose(1, 2)).to(exact)
+            slope = slope.sub_(_fold(part, mean[..., None])).mul_(weights).to(kind)
+            to_query[part.rows] = _unfold(slope @ part.keys(keys) * scale, query)
+            part.keys(to_keys).add_(slope.transpose(1, 2) @ (_fold(part, query) * scale))
+        to_own: list[Tensor] = []
+        if own:
+            own_keys, own_values = _stacked(own)
+            scores = torch.einsum("rgsd,rkgd->rgsk", query, own_keys).to(exact) * scale
+            weights = (scores - norm[..., None]).exp_()
+            slope = torch.einsum("rgsd,rkgd->rgsk", grad, own_values).to(exact) - mean[..., None]
+            slope = slope.mul_(weights).mul_(scale).to(kind)
+            to_query += torch.einsum("rgsk,rkgd->rgsd", slope, own_keys)
+            to_own += torch.einsum("rgsk,rgsd->krgd", slope, query)
+            to_own += torch.einsum("rgsk,rgsd->krgd", weights.to(kind), grad)
+        return None, None, None, to_query, to_keys.to(kind), to_values.to(kind), *to_own
+
+
+def _scores(part: Chunk, query: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """[G, r·S, n], −inf where an anchor must not look; float32 at least."""
+    folded = _fold(part, query) * scale  # scaled first: float16 overflows else
+    scores = folded @ part.keys(keys).transpose(1, 2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    part.hide(scores)
+    return scores
+
+
+def _fold(part: Chunk, rows: Tensor) -> Tensor:
+    """Rows of a chunk out of [R, G, S, x] → [G, r·S, x]: heads that share keys are more rows."""
+    return rows[part.rows].transpose(0, 1).flatten(1, 2)
+
+
+def _unfold(folded: Tensor, like: Tensor) -> Tensor:
+    """[G, r·S, x] → [r, G, S, x]"""
+    return folded.unflatten(1, (-1, like.shape[2])).transpose(0, 1)
+
+
+def _stacked(own: list[Tensor] | tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """k keys and k values [R, G, d] → [R, k, G, d] twice"""
+    half = len(own) // 2
+    return torch.stack(list(own[:half]), dim=1), torch.stack(list(own[half:]), dim=1)

@@ -120,8 +120,8 @@ def train(
             for index, batch in enumerate(batches):
                 at_end = index == len(batches) - 1
                 with nullcontext() if at_end else accelerator.no_sync(model):
-                    objective = model(batch.to(accelerator.device, torch.float32))
-                    loss = (scale * objective.loss).sum()
+                    objective = model(batch.to(accelerator.device, torch.float32), scale)
+                    loss = objective.total
                     if empty[index]:
                         loss = loss + _nothing(trainable)
                     accelerator.backward(loss)

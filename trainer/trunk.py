@@ -102,10 +102,10 @@ class JointHead(nn.Module):
             weight *= min(1.0, since / settings.ramp)
         return [1.0, *(weight * own for own in self.head.weights(progress))]
 
-    def forward(self, batch: Batch) -> Objective:
-        return self.objective(batch)
-
     def objective(self, batch: Batch) -> Objective:
+        return self.forward(batch)
+
+    def forward(self, batch: Batch, scale: Tensor | None = None) -> Objective:
         """The trunk's term and the head's; `last` and `argmax` of the batch are the store's."""
         features = self._target.forward(
             batch.tokens, aux_layers=self.head.needs.aux_layers, starts=batch.starts
@@ -115,13 +115,14 @@ class JointHead(nn.Module):
             batch, aux=features.aux, last=features.last, argmax=argmax, stored=batch.argmax
         )
         # Anew every time: what a head keeps of its target's readout is out of date by now.
-        heads = self.head.bind(self._target.readout).objective(live)
+        heads = self.head.bind(self._target.readout)(live, None if scale is None else scale[1:])
         zero = torch.zeros_like(heads.seen[:1])  # the trunk drafts nothing
         return Objective(
             loss=torch.cat([loss[None], heads.loss]),
             count=torch.cat([predicting(batch.reply).sum()[None], heads.count]),
             hits=torch.cat([zero, heads.hits]),
             seen=torch.cat([zero, heads.seen]),
+            total=None if scale is None else scale[0] * loss + heads.total,
         )
 
     def train(self, mode: bool = True) -> JointHead:

@@ -1,0 +1,126 @@
+"""The loss of all steps of an unrolled head over its own output layer, and its gradient.
+
+The teacher row u serves step k of anchor u−1−k. So all steps of some anchors are taken together:
+the teacher of these is made once and dropped, and so are the logits. What is left is a gradient as
+large as the states, and one as large as the output layer, of all steps together.
+
+B batch, T length, C anchors given at once, c anchors of a chunk, U teacher rows of these, K steps,
+H hidden, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spectrain.core.batch import Batch, counted
+from spectrain.core.fast_linear import fast_product
+from spectrain.heads.base import DraftHead, Objective
+from spectrain.heads.linear_loss import product_type
+from spectrain.heads.losses import ROW_LOSSES, RowLoss
+from spectrain.heads.ttt_attention import Anchors
+
+# Logits of one chunk, in numbers, and the rows below which products are slow.
+CPU_CHUNK, GPU_CHUNK, FEWEST = 1 << 23, 1 << 26, 256
+
+
+class UnrolledLoss:
+    """Sums over the anchors that were added so far.
+
+    scale [K] what each step is weighed by · weight [D, H] the output layer · to_weight [D, H] the
+    gradient of `total` there, None where it does not learn.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        batch: Batch,
+        scale: Tensor,
+        weight: Tensor,
+        row_loss: RowLoss,
+        chunk: int | None = None,
+    ) -> None:
+        self.head, self.batch, self.scale, self.weight = head, batch, scale, weight
+        self.row_loss = row_loss
+        steps, device = len(scale), batch.tokens.device
+        self._guessable = head.guessable(batch.deciding).flatten()
+        live = [counted(batch.reply, step).flatten() for step in range(steps)]
+        self._live = torch.stack(live)  # [K, B·T]
+        self._argmax, self._last = batch.argmax.flatten(), batch.last.detach().flatten(0, 1)
+        readout = head.readout
+        whole = readout.weight, readout.bias
+        self._teacher = readout.rows(head.draft_ids) if head.reduced else whole
+        self.exact = torch.promote_types(weight.dtype, torch.float32)
+        self._cast = weight.detach().to(product_type(weight))
+        self.to_weight = None
+        if weight.requires_grad:
+            self.to_weight = torch.zeros_like(weight, dtype=self.exact)
+        self.loss = torch.zeros(steps, dtype=self.exact, device=device)
+        self.count, self.hits, self.seen = torch.zeros(
+            3, steps, dtype=torch.int64, device=device
+        ).unbind()
+        if chunk is None:
+            numbers = CPU_CHUNK if device.type == "cpu" else GPU_CHUNK
+            chunk = max(FEWEST, numbers // len(weight)) // steps
+        self._chunk = max(1, chunk)
+
+    @property
+    def total(self) -> Tensor:
+        return (self.scale * self.loss).sum()
+
+    def objective(self, total: Tensor) -> Objective:
+        return Objective(self.loss, self.count, self.hits, self.seen, total)
+
+    @torch.no_grad()
+    def add(self, anchors: Anchors, states: Tensor) -> Tensor:
+        """states [K, C, H] → the gradient of `total` there."""
+        parts = zip(anchors.split(self._chunk), states.split(self._chunk, dim=1), strict=True)
+        return torch.cat([self._add(*part) for part in parts], dim=1)
+
+    def _add(self, anchors: Anchors, states: Tensor) -> Tensor:
+        steps, size = states.shape[:2]
+        rows, place = anchors.following(steps)
+        # Behind the last place of the batch there is nothing: no anchor counts there.
+        rows = rows.clamp(max=len(self._last) - 1)
+        live = self._live[:, anchors.flat]
+        taught = live & self._guessable[rows][place]
+        low = states.flatten(0, 1).to(self._cast.dtype)
+        teacher = self._distributions(rows)
+        logits = fast_product(low, self._cast).to(self.exact).unflatten(0, (steps, size))
+        for step in range(steps):
+            loss, choice, grad = self._row(logits[step], teacher[place[step]])
+            kept = taught[step]
+            # Not times zero: a row without a teacher may hold anything, infinities included.
+            self.loss[step] += torch.where(kept, loss, 0).sum()
+            logits[step] = grad.masked_fill_(~kept[:, None], 0)
+            hits = live[step] & (self.head.to_target(choice) == self._argmax[rows][place[step]])
+            self.hits[step] += hits.sum()
+        self.count += taught.sum(1)
+        self.seen += live.sum(1)
+        slope = logits.flatten(0, 1).to(low.dtype)
+        scale = self.scale.to(self.exact).repeat_interleave(size)[:, None]
+        if self.to_weight is not None:
+            self.to_weight += fast_product(slope.t(), (low * scale).to(low.dtype).t())
+        above = fast_product(slope, self._cast.t()) * scale
+        return above.to(states.dtype).view_as(states)
+
+    def _distributions(self, rows: Tensor) -> Tensor:
+        """The target's distributions over the draft vocabulary at flat rows [U]: [U, D]."""
+        weight, bias = self._teacher
+        logits = fast_product(self._last[rows].to(weight.dtype), weight)
+        if bias is not None:
+            logits += bias
+        return self.head.readout.cap(logits).to(self.exact).softmax(-1)
+
+    def _row(self, logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits and teacher [c, D] → losses [c], first choices [c], gradients [c, D]."""
+        top, choice = logits.max(-1)
+        if self.row_loss != "soft_ce":
+            with torch.enable_grad():
+                logits = logits.detach().clone().requires_grad_()
+                loss = ROW_LOSSES[self.row_loss](logits, teacher)
+                (grad,) = torch.autograd.grad(loss.sum(), logits)
+            return loss.detach(), choice, grad
+        q = logits.softmax(-1)
+        norm = top - q.gather(1, choice[:, None]).squeeze(1).log()
+        return norm - (teacher * logits).sum(-1), choice, q.sub_(teacher)
