@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from spectrain.core import adapter, attention, models
 from spectrain.core.errors import SpectrainError
+from spectrain.core.fingerprint import fingerprint_of
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -106,21 +105,6 @@ def _base(folder: Path, options: dict[str, Any]) -> tuple[str, str]:
     except SpectrainError as error:
         raise adapter.without_base(folder, name, error.what) from error
     return name, source
-
-
-def fingerprint_of(model: nn.Module, tokenizer) -> str:
-    """16 hex digits that name the weights and the tokenizer, whatever dtype they are loaded in."""
-    digest = hashlib.sha256()
-    config = model.config.get_text_config(decoder=True)
-    digest.update(json.dumps([config.model_type, config.hidden_size, config.vocab_size]).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        sample = tensor.flatten()[:: max(1, tensor.numel() // 64)][:64]
-        digest.update(name.encode())
-        # Rounded to bfloat16 first: the same weights loaded in another type give the same digits.
-        digest.update(sample.to(torch.bfloat16).float().cpu().numpy().tobytes())
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
-    digest.update(vocabulary.encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()[:16]
 
 
 def _refuse_moving_rotary(config, name: str) -> None:

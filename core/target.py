@@ -13,8 +13,9 @@ from spectrain.core import attention, models
 from spectrain.core.batch import Features, positions_of
 from spectrain.core.cache import KVCache, visible_slots
 from spectrain.core.errors import SpectrainError
+from spectrain.core.fingerprint import fingerprint_of
 from spectrain.core.packing import pack
-from spectrain.core.pretrained import fingerprint_of, pretrained, stop_ids_of
+from spectrain.core.pretrained import pretrained, stop_ids_of
 from spectrain.core.quantise import quantise, require
 from spectrain.core.readout import Readout
 

@@ -42,6 +42,7 @@ class Server:
     """A model behind an OpenAI-compatible API.
 
     url: of the API, `http://host:8000/v1` · model: its name there
+    target: fingerprint of the target that it should be; the server itself only tells a name
     top_p, max_new_tokens, seed: of the replies · extra: further fields of each request, which win
     over `chat_api.NEUTRAL`; None leaves a field out
     concurrency: questions asked at a time · retries: of a question, each after a longer wait, when
@@ -56,6 +57,7 @@ class Server:
     url: str
     model: str
     _: KW_ONLY
+    target: str
     max_new_tokens: int
     top_p: float
     seed: int
@@ -85,8 +87,8 @@ class Server:
     def identity(self) -> str:
         """All that shapes the replies besides the questions. The address does not: the same model
         elsewhere goes on."""
-        sampling = [self.model, self.max_new_tokens, self.top_p, self.seed, NEUTRAL | self.extra]
-        return f"server/{json.dumps(sampling, sort_keys=True)}"
+        sampling = [self.max_new_tokens, self.top_p, self.seed, NEUTRAL | self.extra]
+        return f"server/{json.dumps([self.target, self.model, *sampling], sort_keys=True)}"
 
     def answer(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, list[Reply]]]:
         """Finished units, in any order. Where there is one, the model's name and the first prompt

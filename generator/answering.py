@@ -21,7 +21,8 @@ class OwnTarget:
 
     def __init__(self, target: Target, max_new_tokens: int, top_p: float) -> None:
         self.target, self.max_new_tokens, self.top_p = target, max_new_tokens, top_p
-        self.identity = f"{target.fingerprint}/{target.dtype}/{max_new_tokens}/{top_p}"
+        stops = ",".join(map(str, target.stop_ids))
+        self.identity = f"{target.fingerprint}/{target.dtype}/{stops}/{max_new_tokens}/{top_p}"
 
     def answer(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, list[Reply]]]:
         for unit in units:

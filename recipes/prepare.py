@@ -139,6 +139,7 @@ def _backend(config: PrepareConfig, target: Target) -> Backend:
     told = config.server.model_dump()
     return Server(
         **told | {"model": told["model"] or config.target},
+        target=target.fingerprint,
         max_new_tokens=config.max_new_tokens,
         top_p=config.top_p,
         seed=config.seed,

@@ -142,7 +142,7 @@ def echo(body: dict) -> dict:
 
 def backend(server: ChatServer, **changes) -> Server:
     settings = {"max_new_tokens": 20, "top_p": 0.9, "seed": 1, "retries": 2, "timeout": 30}
-    return Server(server.url, "tiny", **settings | changes)
+    return Server(server.url, "tiny", target="f", **settings | changes)
 
 
 def gather(answers, got: list) -> None:

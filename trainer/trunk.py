@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from spectrain.core import adapter, attention
 from spectrain.core.batch import Batch, predicting
 from spectrain.core.files import atomic_folder, give_normal_mode
-from spectrain.core.pretrained import fingerprint_of
+from spectrain.core.fingerprint import fingerprint_of
 from spectrain.core.target import Target
 from spectrain.heads.base import DraftHead, HeadConfig, Needs, Objective, TargetFacts
 from spectrain.heads.scoring import next_tokens

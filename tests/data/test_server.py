@@ -137,7 +137,7 @@ def test_ctrl_c_ends_the_process_at_once(tmp_path, ctrl_c_interrupts):
         from spectrain.data.questions import Question, Reply, Unit
         from spectrain.data.server import Server
         ask = Question([1, 2], 0.0, ({"role": "user", "content": "hi"},), None, 0, "7" * 16)
-        server = Server(sys.argv[1], "tiny", max_new_tokens=9, top_p=1, seed=0)
+        server = Server(sys.argv[1], "tiny", target="f", max_new_tokens=9, top_p=1, seed=0)
         try:
             list(server.answer([Unit((ask,) * 8)]))
         except KeyboardInterrupt:

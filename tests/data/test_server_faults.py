@@ -176,7 +176,9 @@ def test_a_server_without_a_list_is_asked_all_the_same(models):
 
 def test_an_address_without_v1():
     with ChatServer(echo) as server:
-        asking = Server(server.url.removesuffix("/v1"), "tiny", max_new_tokens=9, top_p=1, seed=0)
+        asking = Server(
+            server.url.removesuffix("/v1"), "tiny", target="f", max_new_tokens=9, top_p=1, seed=0
+        )
         with pytest.raises(SpectrainError, match="ends with /v1") as error:
             list(asking.answer([unit(1)]))
     failing(error)
@@ -204,12 +206,20 @@ def test_no_server_there():
 )
 def test_what_is_no_address(url):
     with pytest.raises(SpectrainError, match="http://host:port/v1"):
-        Server(url, "tiny", max_new_tokens=9, top_p=1, seed=0)
+        Server(url, "tiny", target="f", max_new_tokens=9, top_p=1, seed=0)
 
 
 def test_own_settings_are_not_set_in_passing():
     with pytest.raises(SpectrainError, match="seed, top_p cannot be set there"):
-        Server("http://a", "b", max_new_tokens=9, top_p=1, seed=0, extra={"top_p": 1, "seed": 3})
+        Server(
+            "http://a",
+            "b",
+            target="f",
+            max_new_tokens=9,
+            top_p=1,
+            seed=0,
+            extra={"top_p": 1, "seed": 3},
+        )
 
 
 @pytest.mark.parametrize(
@@ -236,7 +246,9 @@ def test_a_slow_server_runs_out_of_time():
 def test_without_the_client_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(SpectrainError, match=r"pip install 'spectrain\[server\]'"):
-        list(Server("http://a", "b", max_new_tokens=9, top_p=1, seed=0).answer([unit(1)]))
+        list(
+            Server("http://a", "b", target="f", max_new_tokens=9, top_p=1, seed=0).answer([unit(1)])
+        )
 
 
 # ── the key ──────────────────────────────────────────────────────────────────
@@ -261,6 +273,8 @@ def test_a_password_in_the_address_is_not_shown():
     with ChatServer(lambda _: (400, {"detail": "no"})) as server:
         url = server.url.replace("//", "//me:hidden@")
         with pytest.raises(SpectrainError) as error:
-            list(Server(url, "tiny", max_new_tokens=9, top_p=1, seed=0).answer([unit(1)]))
+            list(
+                Server(url, "tiny", target="f", max_new_tokens=9, top_p=1, seed=0).answer([unit(1)])
+            )
     assert "hidden" not in failing(error)
     assert server.url in failing(error)

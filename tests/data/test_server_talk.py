@@ -67,11 +67,11 @@ def test_seed_follows_from_the_question_alone():
 
 def test_identity_is_all_that_shapes_the_replies_and_nothing_else():
     def identity(url="http://one/v1", model="tiny", **changes):
-        settings = {"max_new_tokens": 20, "top_p": 0.9, "seed": 1}
+        settings = {"target": "f", "max_new_tokens": 20, "top_p": 0.9, "seed": 1}
         return Server(url, model, **settings | changes).identity
 
     shaping = [{}, {"model": "other"}, {"max_new_tokens": 21}, {"top_p": 1.0}, {"seed": 2}]
-    shaping += [{"extra": {"top_k": 5}}, {"extra": {"top_k": None}}]
+    shaping += [{"target": "e"}, {"extra": {"top_k": 5}}, {"extra": {"top_k": None}}]
     assert len({identity(**changes) for changes in shaping}) == len(shaping)
     for changes in ({"url": "https://two/v1"}, {"concurrency": 2}, {"retries": 0}, {"timeout": 9}):
         assert identity(**changes) == identity()

@@ -3,6 +3,7 @@
 import pytest
 from preparing import PROMPTS, content, talk, write
 from target_server import serve
+from tiny_models import save_tiny
 
 from spectrain.core.errors import RunFailed, SpectrainError
 from spectrain.data.store import FeatureStore
@@ -77,6 +78,20 @@ def test_a_server_that_dies_loses_only_what_was_open(config, settings, tiny):
         report = prepare.run(config(**settings, server=told))
         assert report["kept"]["replies"] == 10  # two units of five
         assert len(server.asked) < 11
+
+
+def test_new_weights_under_the_same_name_are_asked_anew(
+    config, settings, tiny, tokenizer, tmp_path
+):
+    """The server tells no more than a name: whose replies they are, the target here says."""
+    new = save_tiny(tmp_path / "new", tokenizer, seed=7)
+    with serve(tiny, tell_ids=True) as server:
+        told = {"url": server.url, "model": "tiny"}
+        prepare.run(config(**settings, server=told))
+        same = prepare.run(config(**settings, server=told, overwrite=True))
+        report = prepare.run(config(**settings, server=told, overwrite=True, target=str(new)))
+    assert same["kept"]["replies"] > 0
+    assert report["kept"]["replies"] == 0
 
 
 def test_another_model_is_another_store(config, settings, tiny):

@@ -1,5 +1,6 @@
 """prepare run again: nothing twice, nothing stale, the same bytes."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -22,11 +23,12 @@ def test_rerun_does_nothing_and_changes_nothing(config, clean, monkeypatch):
     assert content(config().store) == clean
 
 
-def test_reordered_and_duplicated_source_gives_the_same_bytes(config, clean):
+def test_reordered_and_duplicated_source_gives_the_same_bytes(config, clean, tmp_path):
     """Case 13."""
+    dropped = FeatureStore.open(tmp_path / "clean").manifest["counts"]["dropped"]
     write(Path(config().prompts[0].path), PROMPTS[5:] + PROMPTS[::-1])
     report = prepare.run(config())
-    assert report["counts"]["dropped"] == {"duplicate": 11}
+    assert report["counts"]["dropped"] == dropped | {"duplicate": 11}
     now = content(config().store)
     # the count of duplicates is the one thing that may differ
     assert now.keys() == clean.keys()
@@ -77,6 +79,18 @@ def test_overwrite_keeps_replies_that_still_hold(config, monkeypatch):
     assert FeatureStore.open(config().store).manifest["settings"]["dtype"] == "float32"
 
 
+def test_other_stop_tokens_ask_anew(config, tiny_path, tmp_path):
+    """A reply that is kept would run past a token that ends one now."""
+    prepare.run(config())
+    other = shutil.copytree(tiny_path, tmp_path / "other")
+    file = other / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [2, 70, 71]}))
+    with pytest.raises(SpectrainError, match="prepared with backend"):
+        prepare.run(config(target=str(other)))
+    report = prepare.run(config(target=str(other), overwrite=True))
+    assert report["kept"]["replies"] == 0
+
+
 def test_damaged_shard_is_made_anew(config, clean):
     prepare.run(config())
     file = config().store / "shard-00001.safetensors"
@@ -101,14 +115,18 @@ def test_further_prompts_alone_are_asked(config, monkeypatch):
 
     monkeypatch.setattr(answering, "complete", complete)
     report = prepare.run(config(overwrite=True, reply_batch=3))
-    assert report["kept"]["replies"] == sum(first["counts"]["rows"].values())
-    made = sum(report["counts"]["rows"].values()) - report["kept"]["replies"]
-    assert len(asked) == made >= 4
+    assert report["kept"]["replies"] == replies(first)
+    assert len(asked) == replies(report) - replies(first) >= 4
     store = FeatureStore.open(config().store)
     after = {(row.id, row.temperature): store.text(row) for row in all_rows(config())}
-    assert len(after) == made + report["kept"]["replies"]
+    assert len(after) == sum(report["counts"]["rows"].values())
     texts = {tuple(tokens.tolist()) for tokens, _ in after.values()}
     assert all(tuple(tokens.tolist()) in texts for tokens, _ in before.values())
+
+
+def replies(report) -> int:
+    """Those that are rows and those that are none, such as empty ones."""
+    return sum(report["counts"]["rows"].values()) + sum(report["counts"]["dropped"].values())
 
 
 def all_rows(config):
