@@ -2,7 +2,7 @@
 
 manifest.json              settings, their fingerprint, counts, shards with checksums
 shard-00000.safetensors    tensors, see data/shard.py
-shard-00000.json           facts: one record per row, and the checksum of the tensors
+shard-00000.json           facts: one record per row, and checksums of the tensors and of itself
 replies/                   answers of the target, kept so that a rerun need not ask again
 """
 

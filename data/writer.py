@@ -39,7 +39,8 @@ TOLD_LAST = "backend"  # made of other settings
 
 
 class StoreWriter:
-    """Writes one store. Use `StoreWriter.claim`, which keeps other processes out."""
+    """Writes one store. The first process of a launch uses `begin` in a folder that it holds
+    (`only_process`), or `claim` for both; the others `join`."""
 
     def __init__(self, path: Path, settings: dict, about: dict) -> None:
         self.path, self.settings, self.about = path, settings, about
@@ -100,9 +101,9 @@ class StoreWriter:
         if known is not None and sha256_file(facts_file) != known:
             return None
         facts = read_json(facts_file)
-        if facts["key"] != key or sha256_file(tensors_file) != facts["sha256"]:
+        if facts["key"] != key or facts.get("own_sha256") != _own_hash(facts):
             return None
-        return facts
+        return facts if sha256_file(tensors_file) == facts["sha256"] else None
 
     def write_shard(
         self,
@@ -123,6 +124,7 @@ class StoreWriter:
             "dropped": dropped or {},
             "rows": [RowInfo.of(row, 0).as_facts() for row, _ in rows],
         }
+        facts["own_sha256"] = _own_hash(facts)
         atomic_write(tensors_file, data)
         # Written last: a shard is finished when its facts exist and agree.
         write_json(facts_file, facts, compact=True)
@@ -174,6 +176,12 @@ class StoreWriter:
     def _files(self, number: int) -> tuple[Path, Path]:
         stem = self.path / shard_name(number)
         return stem.with_suffix(".json"), stem.with_suffix(".safetensors")
+
+
+def _own_hash(facts: dict) -> str:
+    """Of all facts but itself: before a store is finished no manifest tells if they are whole."""
+    others = {name: value for name, value in facts.items() if name != "own_sha256"}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def _serialise(tensors: dict[str, Tensor]) -> bytes:

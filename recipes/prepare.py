@@ -190,6 +190,7 @@ def _capture(
     hidden = target.hidden_size if stored else 0
     todo, size, tokens = {}, 0, 0
     for number in filter(team.mine, range(spool.shards())):
+        work.shards += 1
         rows = spool.rows(number)
         key = key_of(rows)
         if writer.shard(number, key) is not None:

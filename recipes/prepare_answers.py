@@ -97,5 +97,6 @@ def _ask_units(
                     bar.skip(len(unit.questions))
 
         for unit, replies in folder.ask(backend, mine()):
+            work.units += 1
             work.answered += sum(len(reply.tokens or ()) for reply in replies)
             bar.update(len(unit.questions))

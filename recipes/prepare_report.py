@@ -15,14 +15,16 @@ _MANY = 0.05  # share of replies from which a fault of theirs is worth a note
 
 @dataclass
 class Work:
-    """What this run has done itself, and what it found done. seconds by stage; tokens produced and
-    read, replies and shards kept from an earlier run (of this process)."""
+    """What this process has done, and what it found done. seconds by stage; tokens produced and
+    read, replies and shards kept from an earlier run, units asked and shards that were its own."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     answered: int = 0
     captured: int = 0
     kept_replies: int = 0
     kept_shards: int = 0
+    units: int = 0
+    shards: int = 0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -36,9 +38,9 @@ def make_report(
 ) -> dict:
     """counts (rows, tokens, supervised_tokens by split; dropped by reason; truncated,
     length_stopped, loops), supervised_tokens by split, bytes, seconds by stage, tokens_per_second
-    of this process's own work (None where there was none), kept from an earlier run, where the
-    first dropped rows are, store, fingerprint, target; facts: sources (path, conversations
-    found and used), given_heldout."""
+    of this process's own work (None where there was none), its own units (asked now) and shards,
+    kept from an earlier run, where the first dropped rows are, store, fingerprint, target; facts:
+    sources (path, conversations found and used), given_heldout."""
     rates = {"answer": work.answered, "capture": work.captured}
     return {
         "store": str(config.store),
@@ -53,6 +55,7 @@ def make_report(
             for stage, tokens in rates.items()
         },
         "processes": processes,
+        "own": {"units": work.units, "shards": work.shards},
         "kept": {"replies": work.kept_replies, "shards": work.kept_shards},
         "dropped_at": fates.places,
         **facts,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from damaged import edit
 from fake_rows import SETTINGS, random_row
 from packed_rows import pack
 from preparing import content
@@ -256,6 +257,35 @@ def test_finished_shards_are_known_by_key_and_checksum(store_path):
         file = store_path / "shard-00001.safetensors"
         file.write_bytes(file.read_bytes()[:-1] + b"?")
         assert writer.shard(1, "second") is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda facts: facts["rows"][0].update(split="heldout"),
+        lambda facts: facts["rows"][0].update(temperature=0.5),
+        lambda facts: facts["rows"].reverse(),
+        lambda facts: facts.update(dropped={"states-not-finite": 2}),
+        lambda facts: facts.update(bytes=1),
+        lambda facts: facts.pop("own_sha256"),
+    ],
+)
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_facts_that_were_changed_are_not_believed(store_path, change, interrupted):
+    """Neither with a manifest that knows their checksum nor, of an interrupted preparation, with
+    one that knows no shard."""
+    if interrupted:
+        edit(store_path, lambda manifest: manifest.update(complete=False, shards=[]))
+    with StoreWriter.claim(store_path, SETTINGS) as writer:
+        assert writer.shard(0, "first") is not None
+        assert writer.shard(1, "second") is not None
+    file = store_path / "shard-00000.json"
+    facts = json.loads(file.read_text())
+    change(facts)
+    file.write_text(json.dumps(facts))
+    with StoreWriter.claim(store_path, SETTINGS) as writer:
+        assert writer.shard(0, "first") is None
+        assert writer.shard(1, "second") is not None
 
 
 def test_leftovers_of_a_killed_run_are_removed(store_path):

@@ -45,6 +45,18 @@ def test_reordered_and_duplicated_source_gives_the_same_bytes(config, clean, tmp
         ({"temperature": 0.5}, r"temperature = \[1.0\], now it is \[0.5\]"),
         ({"limit": 10}, "source"),
         ({"target_dtype": "bfloat16"}, r"target\.dtype"),
+        ({"last_states": "replies"}, "last_states = 'everywhere', now it is 'replies'"),
+        ({"length_stopped": "drop"}, "length_stopped = 'keep'"),
+        ({"loops": "drop"}, "loops = 'keep'"),
+        ({"teacher_top": 2}, "teacher_top = None, now it is 2"),
+        ({"features": "none"}, "features = None, now it is 'none'"),
+        ({"shard_tokens": 100}, "shard_tokens = 300"),
+        ({"batch_tokens": 100}, "batch_tokens = 200"),
+        ({"heldout_temperatures": 0.5}, "heldout_temperatures"),
+        ({"top_p": 0.5}, "top_p = 1.0"),
+        ({"reply_batch": 7}, "reply_batch = 5"),
+        ({"max_new_tokens": 9}, "max_new_tokens = 8"),
+        ({"seed": 1}, "seed = 0"),
     ],
 )
 def test_other_settings_are_refused(config, changes, key):
@@ -52,6 +64,20 @@ def test_other_settings_are_refused(config, changes, key):
     prepare.run(config(limit=12))
     with pytest.raises(SpectrainError, match=f"prepared with .*{key}.*another --store"):
         prepare.run(config(**({"limit": 12} | changes)))
+
+
+def test_replies_of_somebody_else_are_refused(config, monkeypatch):
+    """Who answers is known by its identity alone: here that is another, all settings equal."""
+    prepare.run(config(limit=4))
+    real = answering.OwnTarget.__init__
+
+    def other(self, *settings):
+        real(self, *settings)
+        self.identity += ", in another way"
+
+    monkeypatch.setattr(answering.OwnTarget, "__init__", other)
+    with pytest.raises(SpectrainError, match="prepared with backend = "):
+        prepare.run(config(limit=4))
 
 
 def test_other_template_is_refused(config, tiny_path, tmp_path):

@@ -1,5 +1,6 @@
 """prepare in several processes: each makes its own units and shards, the union is that of one."""
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from spectrain.data.writer import only_process
 from spectrain.recipes import prepare
 
 
-def two_processes(config) -> subprocess.CompletedProcess:
+def two_processes(config, *more: str) -> subprocess.CompletedProcess:
     settings = config.model_dump(mode="json", exclude_unset=True)
     sources = settings.pop("prompts")
     flags = [f"--prompts={source['path']}" for source in sources]
@@ -22,7 +23,7 @@ def two_processes(config) -> subprocess.CompletedProcess:
     # One thread each, as in the run that they are compared with.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "SPECTRAIN_QUIET": "1"}
     return subprocess.run(
-        [*launcher, "-m", "spectrain", "prepare", *flags],
+        [*launcher, "-m", "spectrain", "prepare", *flags, *more],
         capture_output=True,
         text=True,
         env=environment,
@@ -43,10 +44,14 @@ def test_two_processes_make_the_store_of_one(config, tmp_path):
     one = content(tmp_path / "one")
     assert sum(name.startswith("shard-") for name in one) >= 6
     assert sum("unit-" in name for name in one) >= 4
-    done = two_processes(config(**settings, store=tmp_path / "two"))
+    report = tmp_path / "report.json"
+    done = two_processes(config(**settings, store=tmp_path / "two"), "--json", str(report))
     assert done.returncode == 0, done.stderr
     assert content(tmp_path / "two") == one
     assert done.stdout.count("process 1 of 2") == 1  # one of them reports
+    own = json.loads(report.read_text())["own"]
+    assert 0 < own["units"] < sum("unit-" in name for name in one)
+    assert 0 < own["shards"] < sum(name.endswith(".safetensors") for name in one)
 
 
 def test_bad_input_in_two_processes_is_one_line(config, tmp_path):
