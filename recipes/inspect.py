@@ -39,12 +39,16 @@ from spectrain.recipes.prepare_config import TEMPLATE_DATE, TemplateDate
 __all__ = ["InspectConfig", "render", "run"]
 
 TARGET = "smollm2-135m"
+WHOLE = "whole source"
 TO_ANSWER = "to be answered by the target"
 T = TypeVar("T")
 
 
 class InspectConfig(Config):
-    """Settings of `inspect`; those that `prepare` has too mean the same there."""
+    """Settings of `inspect`; those that `prepare` has too mean the same there, but for two. `limit`
+    is how many conversations are looked at (prepare: how many there are; by default all of them),
+    and `on_bad_row` skips by default, since what is bad is what one wants to see (prepare stops).
+    """
 
     target: str | None = Field(
         None, description=f"target, for its tokenizer; default: that of the store, else {TARGET}"
@@ -54,7 +58,7 @@ class InspectConfig(Config):
     )
     store: Path | None = Field(None, description="feature store instead")
     limit: int | None = Field(
-        1000, ge=1, description="only so many conversations, the first in order of content hash"
+        1000, ge=1, description="look at so many conversations, the first in order of content hash"
     )
     show: int = Field(3, ge=0, description="rows that are printed, of those that are kept")
     row: str | None = Field(
@@ -97,7 +101,7 @@ def _of_prompts(config: InspectConfig) -> dict[str, Any]:
     name = config.target or TARGET
     side = text_side(name)
     with TemporaryDirectory() as folder, Spool(Path(folder)) as spool:
-        read_into(spool, config.prompts, config.regenerate, config.on_bad_row, None, table.dropped)
+        read_into(spool, config.prompts, config.regenerate, config.on_bad_row, None, table.unread)
         total = len(spool)
         chosen = enumerate(spool.conversations(), 1)
         if config.row is None:
@@ -122,7 +126,7 @@ def _of_prompts(config: InspectConfig) -> dict[str, Any]:
         "read": f"{read:,} of {total:,} conversations",
         "note": None,
         "rows": rows,
-        "fates": table.rows(),
+        "fates": table.rows(f"{read:,} read" if read < total else None),
     }
 
 
@@ -156,10 +160,11 @@ def _rows(
 
 
 class _Fates:
-    """Rows counted by what becomes of them."""
+    """Rows counted by what becomes of them. unread: dropped while the whole source was read;
+    dropped: of those that were looked at."""
 
     def __init__(self) -> None:
-        self.dropped = Fates()
+        self.unread, self.dropped = Fates(), Fates()
         self._kept: dict[str, dict[str, Any]] = {}
 
     def keep(self, row: Row, place: str, asked: bool) -> None:
@@ -180,8 +185,9 @@ class _Fates:
         if len(counts["places"]) < PLACES:
             counts["places"].append(place)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Kept ones first, then what is worth knowing of them, then the dropped ones."""
+    def rows(self, looked_at: str | None) -> list[dict[str, Any]]:
+        """Kept ones first, then what is worth knowing of them, then the dropped ones. `of` is what
+        each line counts: where only a part was `looked_at`, or the whole source; None: all."""
         order = ("kept", TO_ANSWER, "of these")
         kept = sorted(
             self._kept.values(),
@@ -193,11 +199,19 @@ class _Fates:
                 "rows": rows,
                 "tokens": 0,
                 "supervised": 0,
-                "places": self.dropped.places.get(reason, []),
+                "places": fates.places.get(reason, []),
+                "of": of,
             }
-            for reason, rows in sorted(self.dropped.items())
+            for reason, rows, fates, of in sorted(
+                (
+                    (reason, rows, fates, looked_at and of)
+                    for fates, of in ((self.unread, WHOLE), (self.dropped, looked_at))
+                    for reason, rows in fates.items()
+                ),
+                key=lambda found: found[0],
+            )
         ]
-        return kept + dropped
+        return [row | {"of": looked_at} for row in kept] + dropped
 
 
 # ── a store ──────────────────────────────────────────────────────────────────
@@ -264,11 +278,12 @@ def _stored_fates(store: FeatureStore) -> list[dict[str, Any]]:
     ]
     table.append({"fate": "of these cut at max_length", "rows": counts["truncated"]})
     table.append({"fate": "of these with a reply cut off", "rows": counts["length_stopped"]})
+    table.append({"fate": "of these going round in circles", "rows": counts.get("loops", 0)})
     table += [
         {"fate": f"dropped: {reason}", "rows": rows}
         for reason, rows in sorted(counts["dropped"].items())
     ]
-    return [{"tokens": 0, "supervised": 0, "places": []} | row for row in table]
+    return [{"tokens": 0, "supervised": 0, "places": [], "of": None} | row for row in table]
 
 
 # ── rows as text ─────────────────────────────────────────────────────────────

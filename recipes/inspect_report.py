@@ -36,6 +36,7 @@ def render(report: Mapping[str, Any]) -> Text:
             "rows": f"{entry['rows']:,}",
             "tokens": f"{entry['tokens']:,}" if entry["tokens"] else "",
             "supervised": f"{entry['supervised']:,}" if entry["tokens"] else "",
+            **({"counted of": entry["of"]} if entry["of"] else {}),
         }
         for entry in report["fates"]
     ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import make_head
@@ -15,6 +17,7 @@ from spectrain.data.capture import capture
 from spectrain.data.shard import Row
 from spectrain.data.store import FeatureStore
 from spectrain.data.writer import StoreWriter
+from spectrain.evaluation.coverage import members
 from spectrain.heads import vocab
 from spectrain.heads.io import save_head
 from spectrain.recipes import draft_vocab, evaluate
@@ -120,6 +123,32 @@ def test_a_sample_is_seeded_and_near_the_whole(config):
             assert right[split]["mass"]["value"] == near
             assert left[split]["argmax"] == right[split]["argmax"]
     assert run(config(sample=0))["sizes"][0]["heldout"]["mass"] is None
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_a_sample_is_of_the_drawn_positions(config, tiny, rows, store, monkeypatch, split):
+    """Conversation by conversation: the positions that were drawn, in whatever order, and no
+    others; each of their masses counts for its own conversation."""
+    masses, of_row, own_rows = [], [], [row for row in rows if row.split == split]
+    held = members(torch.randperm(384), [20, 100], tiny.vocab_size)
+    for number, row in enumerate(own_rows):
+        with torch.no_grad():
+            p = tiny.model(input_ids=row.tokens[None].long()).logits[0].softmax(-1)
+        for place in (row.reply[1:] > 0).nonzero().flatten().tolist():
+            masses.append((p[place][:, None] * held).sum(0).numpy())
+            of_row.append(number)
+    drawn = np.random.default_rng(3).permutation(len(masses))[: len(masses) // 2]
+    drawing = SimpleNamespace(choice=lambda *_, **__: drawn.copy())
+    monkeypatch.setattr(draft_vocab.np.random, "default_rng", lambda seed: drawing)
+    settings = config(sample=len(drawn))
+    inside, count = draft_vocab._mass(FeatureStore.open(store), split, tiny, held, settings)
+    expected = np.zeros((len(own_rows), 2))
+    for place in drawn:
+        expected[of_row[place]] += masses[place]
+    drawn_of = np.bincount([of_row[place] for place in drawn], minlength=len(own_rows))
+    assert count[:, 0].tolist() == drawn_of.tolist()
+    assert any(0 < n < of_row.count(number) for number, n in enumerate(drawn_of))
+    assert inside == pytest.approx(expected, abs=1e-5)
 
 
 def test_coverage_is_a_ceiling_of_acceptance(config, tiny, tiny_path, store, tmp_path):

@@ -57,6 +57,7 @@ def store(tmp_path, tiny_path):
             "supervised_tokens": {"train": 9, "heldout": 5},
             "truncated": 0,
             "length_stopped": 2,
+            "loops": 1,
             "dropped": {"empty-reply": 4},
         }
         writer.finish(1, counts)
@@ -155,6 +156,34 @@ def test_every_row_has_a_fate_and_a_place(report, tmp_path):
     assert list(fates)[:2] == ["kept", "to be answered by the target"]
 
 
+def test_a_part_is_told_from_the_whole(report):
+    """With --limit, what reading drops is counted of the whole source and the rest of that part:
+    the table says which is which. Where all of it was looked at there is nothing to tell."""
+    rows = [talk(f"q{n}", "a" if n % 2 else " ") for n in range(8)] + [talk("q1", "a"), {"x": 1}]
+    found = report(*rows, limit=5)
+    of = {entry["fate"]: entry["of"] for entry in found["fates"]}
+    assert of == {
+        "kept": "5 read",
+        "dropped: empty-reply": "5 read",
+        "dropped: bad-row": "whole source",
+        "dropped: duplicate": "whole source",
+    }
+    assert sum(entry["rows"] for entry in found["fates"] if entry["of"] == "5 read") == 5
+    head, *lines = printed(found).split("tokenizer of")[1].splitlines()[1:]
+    assert head.split() == ["fate", "rows", "tokens", "supervised", "counted", "of"]
+    assert next(line for line in lines if line.startswith("kept")).endswith("5 read")
+    whole = report(*rows)
+    assert {entry["of"] for entry in whole["fates"]} == {None}
+    assert "counted of" not in printed(whole)
+
+
+def test_what_differs_from_prepare_is_said():
+    for name in ("limit", "on_bad_row"):
+        own, theirs = InspectConfig.model_fields[name], PrepareConfig.model_fields[name]
+        assert own.default != theirs.default
+        assert f"`{name}`" in InspectConfig.__doc__
+
+
 def test_no_more_than_three_places(report, tmp_path):
     found = report(*[talk(f"q{n}", " ") for n in range(5)])
     (entry,) = found["fates"]
@@ -192,6 +221,7 @@ def test_a_store_shows_what_it_holds(store, tiny_path, tokenizer):
         "kept, heldout": 1,
         "of these cut at max_length": 0,
         "of these with a reply cut off": 2,
+        "of these going round in circles": 1,
         "dropped: empty-reply": 4,
     }
     assert "not the tokenizer" in found["note"]  # the settings of this store name none
