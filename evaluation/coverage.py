@@ -17,14 +17,12 @@ from spectrain.evaluation.bootstrap import Floats, intervals, ratio
 TOLERANCE = 0.005
 
 
-def members(by_rank: Tensor, sizes: Sequence[int], vocab_size: int) -> Tensor:
-    """Which tokens each vocabulary holds: [V, S] bool.
-
-    by_rank: ids in the order in which vocabularies take them in (heads/vocab.by_rank).
-    """
-    rank = torch.full((vocab_size,), vocab_size)
-    rank[by_rank] = torch.arange(len(by_rank))
-    return rank[:, None] < torch.tensor(sizes)
+def members(vocabularies: Sequence[Tensor], vocab_size: int) -> Tensor:
+    """Which tokens each vocabulary, given as its ids, holds: [V, S] bool."""
+    held = torch.zeros(vocab_size, len(vocabularies), dtype=torch.bool)
+    for place, ids in enumerate(vocabularies):
+        held[ids, place] = True
+    return held
 
 
 def mass_inside(logits: Tensor, held: Tensor) -> Tensor:

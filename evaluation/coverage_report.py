@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -16,7 +16,8 @@ from spectrain.evaluation.coverage import TOLERANCE
 from spectrain.evaluation.plot import COLOURS, MARKERS
 
 DEFINITIONS = {
-    "vocabulary": "special and stop tokens, then the most frequent tokens of training replies",
+    "vocabulary": "special and stop tokens, those of single bytes where they are at most a quarter "
+    "of it, then the most frequent tokens of training replies",
     "lm_head": "bytes of D rows in the target's number type: what a draft step reads of it",
     "unseen": "tokens of the vocabulary that no training reply holds",
     "tokens": "share of reply tokens inside",
@@ -36,7 +37,7 @@ def render(report: Mapping[str, Any]) -> str:
     counts = report["counts"]
     lines = textwrap.wrap(
         f"Draft vocabularies for {report['target']}: {report['vocabulary']:,} tokens, "
-        f"{report['pinned']} of them in every vocabulary, {report['seen']:,} seen in "
+        f"{_pinned(report['sizes'])}, {report['seen']:,} seen in "
         f"{counts['train']['tokens']:,} reply tokens of {report['store']}",
         WIDTH,
     )
@@ -54,6 +55,16 @@ def render(report: Mapping[str, Any]) -> str:
     for name, text in report["definitions"].items():
         lines += textwrap.wrap(f"{name}: {text}", WIDTH, subsequent_indent="  ")
     return "\n".join([*lines, f"plot {report['plot']}"])
+
+
+def _pinned(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many tokens are in, whatever the text."""
+    least = rows[0]["pinned"]
+    text = f"{least} of them in every vocabulary"
+    for row in rows:
+        if row["pinned"] > least:
+            return f"{text} ({row['pinned']} from size {row['size']:,} on)"
+    return text
 
 
 def _percent(interval: Mapping[str, Any] | None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
 from spectrain.core.errors import SpectrainError
@@ -18,44 +19,60 @@ DEFAULT_SIZE = 32000
 
 def choose(size: int | None, target: Any, counts: Tensor) -> Tensor:
     """Ids [D] of the draft vocabulary for a core.target.Target: the `size` most frequent tokens,
-    special and stop tokens among them; None: 32000, or all there are."""
+    those of `always_in` among them; None: 32000, or all there are."""
     usable = target.readout.usable
-    return choose_tokens(counts, size or min(DEFAULT_SIZE, usable), always_in(target), usable)
+    size = size or min(DEFAULT_SIZE, usable)
+    return choose_tokens(counts, size, always_in(target, size), usable)
 
 
-def always_in(target: Any) -> list[int]:
-    """Tokens of a core.target.Target that every draft vocabulary holds: special and stop tokens."""
-    usable = target.readout.usable
-    return sorted({i for i in (*target.tokenizer.all_special_ids, *target.stop_ids) if i < usable})
+def always_in(target: Any, size: int) -> list[int]:
+    """Tokens of a core.target.Target that a draft vocabulary of `size` tokens holds whatever the
+    text it is chosen by: special and stop tokens, and single bytes, of which any text can be made.
+
+    Bytes only where they are at most a quarter of it: in less than some 1024 tokens they would
+    take the room of what is said.
+    """
+    ids = {*target.tokenizer.all_special_ids, *target.stop_ids}
+    if 4 * len(found := byte_tokens(target.tokenizer)) <= size:
+        ids |= found
+    return sorted(i for i in ids if i < target.readout.usable)
+
+
+def byte_tokens(tokenizer: Any) -> set[int]:
+    """Ids of the tokens that stand for one byte each; empty for a tokenizer without any."""
+    vocabulary = tokenizer.get_vocab()
+    kinds = {
+        ("Ġ", " "): ByteLevel.alphabet(),
+        ("<0x41>", "A"): [f"<0x{byte:02X}>" for byte in range(256)],  # of byte fallback
+    }
+    for (token, text), names in kinds.items():
+        # The names may be ordinary text to another tokenizer: it is asked.
+        if token in vocabulary and tokenizer.convert_tokens_to_string([token]) == text:
+            return {vocabulary[name] for name in names if name in vocabulary}
+    return set()
 
 
 def choose_tokens(counts: Tensor, size: int, always: list[int], usable: int) -> Tensor:
     """The `size` tokens to keep, as ascending target ids [D].
 
     counts [V]: how often each token is supervised. always: ids that are kept whatever their count
-    (stop and special tokens: without them a draft never ends). usable: ids ≥ usable are padding
-    rows of the target's lm_head and never drafted. Ties go to the smaller id.
+    (without stop tokens a draft never ends). usable: ids ≥ usable are padding rows of the target's
+    lm_head and never drafted. Ties go to the smaller id.
     """
     if not 1 <= size <= usable:
         raise SpectrainError(
             f"draft_vocab_size {size} is not between 1 and {usable}",
             fix="choose a size up to the target's vocabulary",
         )
-    pinned = len({i for i in always if 0 <= i < usable})
-    if pinned > size:
+    pinned = sorted({i for i in always if 0 <= i < usable})
+    if len(pinned) > size:
         raise SpectrainError(
-            f"draft_vocab_size {size} has no room for the {pinned} special tokens",
+            f"draft_vocab_size {size} has no room for the {len(pinned)} special tokens",
             fix="choose a larger draft_vocab_size",
         )
-    return by_rank(counts, always, usable)[:size].sort().values
-
-
-def by_rank(counts: Tensor, always: list[int], usable: int) -> Tensor:
-    """All usable ids [usable], those of `always` first, then the most frequent (see
-    `choose_tokens`): the first D of them are the draft vocabulary of that size."""
     score = counts[:usable].to(torch.int64).clone()
-    score[sorted({i for i in always if 0 <= i < usable})] = torch.iinfo(torch.int64).max
-    return torch.sort(score, descending=True, stable=True).indices
+    score[pinned] = torch.iinfo(torch.int64).max
+    return torch.sort(score, descending=True, stable=True).indices[:size].sort().values
 
 
 def maps(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

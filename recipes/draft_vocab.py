@@ -60,7 +60,7 @@ def run(config: DraftVocabConfig) -> dict[str, Any]:
     target = Target.load(config.target, pack_weights=False)
     for opened in (store, heldout):
         opened.require_target(target.fingerprint)
-    usable, pinned = target.readout.usable, vocab.always_in(target)
+    usable = target.readout.usable
     counts = store.token_counts("train", target.vocab_size)
     if not counts.any():
         raise SpectrainError(
@@ -69,9 +69,8 @@ def run(config: DraftVocabConfig) -> dict[str, Any]:
         )
     sizes = sorted({usable if size == "all" else min(size, usable) for size in config.sizes})
     sizes += [usable] * (sizes[-1] < usable)
-    vocab.choose_tokens(counts, sizes[0], pinned, usable)  # refuses one that is too small
-    order = vocab.by_rank(counts, pinned, usable)
-    held = members(order, sizes, target.vocab_size)
+    chosen = [vocab.choose(size, target, counts) for size in sizes]
+    held = members(chosen, target.vocab_size)
     found = {
         split: _measure(opened, split, target, held, config)
         for split, opened in zip(SPLITS, (store, heldout), strict=True)
@@ -83,21 +82,21 @@ def run(config: DraftVocabConfig) -> dict[str, Any]:
         "heldout_store": str(config.heldout_store or config.store),
         "seed": config.seed,
         "vocabulary": usable,
-        "pinned": len(pinned),
         "seen": int((counts > 0).sum()),
         "dtype": str(target.dtype).removeprefix("torch."),
         "counts": {split: part["counts"] for split, part in found.items()},
         "sizes": [
             {
                 "size": size,
+                "pinned": len(vocab.always_in(target, size)),
                 "lm_head_bytes": size * state,
-                "never_seen": int((counts[order[:size]] == 0).sum()),
+                "never_seen": int((counts[ids] == 0).sum()),
                 **{
                     split: {name: part[name][place] for name in SHARES}
                     for split, part in found.items()
                 },
             }
-            for place, size in enumerate(sizes)
+            for place, (size, ids) in enumerate(zip(sizes, chosen, strict=True))
         ],
         "definitions": DEFINITIONS,
         "plot": str(config.out / PLOT),

@@ -20,10 +20,10 @@ def random(request):
 @pytest.fixture
 def held(random):
     counts = torch.randint(0, 4, (V,), generator=random)  # many ties
-    found = members(vocab.by_rank(counts, PINNED, USABLE), SIZES, V)
-    for place, size in enumerate(SIZES):
-        alone = vocab.choose_tokens(counts, size, PINNED, USABLE)
-        assert found[:, place].nonzero().flatten().tolist() == alone.tolist()
+    chosen = [vocab.choose_tokens(counts, size, PINNED, USABLE) for size in SIZES]
+    found = members(chosen, V)
+    for place, ids in enumerate(chosen):
+        assert found[:, place].nonzero().flatten().tolist() == ids.tolist()
     return found
 
 

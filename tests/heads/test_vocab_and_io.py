@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+from chat_tokenizers import KINDS
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -47,6 +50,31 @@ def test_impossible_sizes(size):
 def test_no_room_for_special_tokens():
     with pytest.raises(SpectrainError, match="no room"):
         vocab.choose_tokens(torch.ones(8), 2, [1, 2, 3], 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_single_bytes_are_known_by_what_they_say(kind):
+    """CASE 30. Of byte-level tokenizers all names are one character; others have none, or those of
+    byte fallback."""
+    tokenizer = KINDS[kind]()
+    tokenizer.add_tokens(["Ġ", "<0x41>"])  # ordinary text, where it is no byte already
+    entries = tokenizer.get_vocab().items()
+    byte_level = {i for name, i in entries if len(name) == 1}
+    fallback = {i for name, i in entries if re.fullmatch("<0x[0-9A-F]{2}>", name)}
+    expected = {"byte_level": byte_level, "metaspace": fallback, "legacy_metaspace": fallback}
+    assert vocab.byte_tokens(tokenizer) == expected.get(kind, set())
+    assert len(expected.get(kind, range(256))) == 256
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+def test_single_bytes_are_in_where_they_are_a_quarter_at_most(kind):
+    tokenizer = KINDS[kind]()
+    single = vocab.byte_tokens(tokenizer)
+    readout = SimpleNamespace(usable=len(tokenizer))
+    target = SimpleNamespace(tokenizer=tokenizer, readout=readout, stop_ids=(2,))
+    small, large = (set(vocab.always_in(target, size)) for size in (1023, 1024))
+    assert small == {*tokenizer.all_special_ids, 2}
+    assert large == small | single
 
 
 @pytest.fixture

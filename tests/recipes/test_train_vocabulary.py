@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from chat_tokenizers import KINDS
 from preparing import talk, write
+from tiny_models import TEMPLATE, save_tiny
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from spectrain import cli
@@ -17,12 +21,23 @@ from spectrain.recipes.train_report import vocabulary_line
 
 
 @pytest.fixture
-def spectrain(tiny_path, monkeypatch):
+def target_path(request, tiny_path, tmp_path):
+    """The tiny target, or one with 1400 tokens of a kind of tokenizer."""
+    if not hasattr(request, "param"):
+        return tiny_path
+    tokenizer = KINDS[request.param]()
+    tokenizer.add_tokens([f"word{n}" for n in range(1400 - len(tokenizer))])
+    tokenizer.chat_template, tokenizer.eos_token = TEMPLATE, "<|im_end|>"
+    return save_tiny(tmp_path / "target", tokenizer, vocab_size=1408)
+
+
+@pytest.fixture
+def spectrain(target_path, monkeypatch):
     """Run a command line; returns what it printed."""
     monkeypatch.setenv("SPECTRAIN_QUIET", "1")
 
     def run(*arguments):
-        done = CliRunner().invoke(cli.app, [*map(str, arguments), "--target", str(tiny_path)])
+        done = CliRunner().invoke(cli.app, [*map(str, arguments), "--target", str(target_path)])
         assert done.exit_code == 0, done.output
         return done
 
@@ -61,6 +76,32 @@ def test_a_narrow_corpus_cannot_lose_its_stop_tokens(spectrain, store, tiny, tmp
     assert len(ids) == 60
     assert set(pinned) <= set(ids)
     assert int(counts.argmax()) in ids
+
+
+@pytest.mark.parametrize(
+    ("target_path", "names"),
+    [("byte_level", r"(?s)."), ("metaspace", "<0x[0-9A-F]{2}>")],
+    indirect=["target_path"],
+)
+def test_any_text_can_be_drafted_whatever_the_corpus(
+    target_path, names, spectrain, store, tmp_path
+):
+    """CASE 30: the tokens of single bytes are in, seen or not; `draft-vocab` tells of them."""
+    tokenizer = AutoTokenizer.from_pretrained(target_path)
+    single = {i for name, i in tokenizer.get_vocab().items() if re.fullmatch(names, name)}
+    counts = FeatureStore.open(store).token_counts("train", 1408)
+    assert len(single) == 256
+    assert (counts[sorted(single)] > 0).sum() <= 1
+    train(spectrain, store, tmp_path / "run", 1024)
+    held = load_head(tmp_path / "run" / "head").t2d
+    assert set(tokenizer("жж ℵ\x07", add_special_tokens=False)["input_ids"]) & single
+    assert held[sorted(single)].all()
+    done = spectrain(
+        *("draft-vocab", "--store", store, "--sizes", "1000,1024", "--out", tmp_path / "plot")
+    )
+    fixed = len({*tokenizer.all_special_ids, tokenizer.eos_token_id})
+    told = f"{fixed} of them in every vocabulary ({fixed + 256} from size 1,024 on)"
+    assert told in " ".join(done.stdout.split())
 
 
 def test_coverage_is_that_of_the_target_s_choices(spectrain, store, tiny, tmp_path):
