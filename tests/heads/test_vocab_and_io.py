@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from chat_tokenizers import KINDS
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import make_head
@@ -21,6 +21,7 @@ from spectrain.heads.registry import family
 
 
 @given(st.data())
+@settings(deadline=None)
 def test_choice_keeps_the_most_frequent_and_the_pinned(data):
     """CASE 30: special tokens stay whatever the corpus; padding rows never enter."""
     total = data.draw(st.integers(2, 40))
