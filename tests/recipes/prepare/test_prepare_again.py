@@ -49,7 +49,7 @@ def test_reordered_and_duplicated_source_gives_the_same_bytes(config, clean, tmp
         ({"length_stopped": "drop"}, "length_stopped = 'keep'"),
         ({"loops": "drop"}, "loops = 'keep'"),
         ({"teacher_top": 2}, "teacher_top = None, now it is 2"),
-        ({"features": "none"}, "features = None, now it is 'none'"),
+        ({"features": "none"}, "features = 'stored', now it is 'none'"),
         ({"shard_tokens": 100}, "shard_tokens = 300"),
         ({"batch_tokens": 100}, "batch_tokens = 200"),
         ({"heldout_temperatures": 0.5}, "heldout_temperatures"),
