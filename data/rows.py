@@ -20,7 +20,15 @@ from spectrain.data.questions import Question, Reply
 from spectrain.data.replies import question_key
 from spectrain.data.shard import Row
 from spectrain.data.spool import Spool
-from spectrain.data.tokenise import Refused, Turn, given_rows, prompt_ids, text_row, turn_rows
+from spectrain.data.tokenise import (
+    Refused,
+    Turn,
+    given_rows,
+    given_turns,
+    prompt_ids,
+    text_row,
+    turn_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -201,23 +209,18 @@ def _talk(
         last = talk[-1][1]
     if all(_told(reply, target.stop_ids) for _, reply in talk):
         turns = [Turn(prompt, reply.tokens, reply.finish) for prompt, reply in talk]
-        rows, reasons = turn_rows(
-            conversation,
-            turns,
-            split=split,
-            temperature=temperature,
-            max_length=rules.max_length,
-        )
     else:
         replies = [_message(reply) for _, reply in talk]
         messages = conversation.prompt(replies[:-1])
-        said = replace(
-            conversation,
-            messages=(*messages, replies[-1]),
-            temperature=temperature,
-            finish=last.finish,
-        )
-        rows, reasons = _given(target, said, split, rules)
+        said = replace(conversation, messages=(*messages, replies[-1]), finish=last.finish)
+        try:
+            turns = given_turns(target.tokenizer, target.stop_ids, said)
+        except Refused as refused:
+            return [], [refused.reason, *ended]
+        turns = turns[-len(talk) :]  # those before are given: context, not the target's own
+    rows, reasons = turn_rows(
+        conversation, turns, split=split, temperature=temperature, max_length=rules.max_length
+    )
     return [replace(row, loops=_loops(row)) for row in rows], reasons + ended
 
 

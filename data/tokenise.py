@@ -97,7 +97,7 @@ def given_rows(
     stop-token-in-reply.
     """
     try:
-        turns = _given_turns(tokenizer, stop_ids, conversation)
+        turns = given_turns(tokenizer, stop_ids, conversation)
     except Refused as refused:
         return [], [refused.reason]
     return turn_rows(
@@ -208,8 +208,8 @@ def _with_special_tokens(tokenizer, text: str) -> list[int]:
     return whole
 
 
-def _given_turns(tokenizer, stop_ids: tuple[int, ...], conversation: Conversation) -> list[Turn]:
-    """The given replies as the target read and wrote them."""
+def given_turns(tokenizer, stop_ids: tuple[int, ...], conversation: Conversation) -> list[Turn]:
+    """The given replies as the target read and wrote them, one turn each. Raises Refused."""
     turns = []
     reader = Reader(tokenizer)
     for text in turn_texts(tokenizer, conversation):

@@ -59,6 +59,24 @@ def test_replies_as_text_are_read_with_the_template(config, settings, tiny):
         assert text.startswith("<|im_start|>user\n")
 
 
+def test_a_given_history_is_not_learnt(config, tmp_path, tiny):
+    """Also where a reply comes as text: what somebody else said before is context."""
+    rows = [talk("hello", "said by somebody", f"and {n}?", "y") for n in range(6)]
+    settings = {"prompts": write(tmp_path / "talks.jsonl", rows), "regenerate": "last"}
+    settings |= {"temperature": 0.0, "heldout": 0.0}
+    with serve(tiny, tell_ids=False) as server:
+        told = {"url": server.url, "model": "tiny"}
+        prepare.run(config(**settings, server=told))
+    store = FeatureStore.open(config().store)
+    assert store.rows("train")
+    for row in store.rows("train"):
+        tokens, reply = store.text(row)
+        said = tiny.tokenizer.decode(tokens[reply > 0])
+        assert "somebody" in tiny.tokenizer.decode(tokens)
+        assert "somebody" not in said
+        assert reply.max() == 1
+
+
 def test_a_server_that_dies_loses_only_what_was_open(config, settings, tiny):
     """The rerun asks for the units that have no file, and for no other."""
     with serve(tiny, tell_ids=True) as server:
