@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from spectrain.core.fast_linear import laid_out
 from spectrain.heads.recurrent import Prefix, RecurrentHead
 from spectrain.heads.unrolled_loss import UnrolledLoss
 
@@ -48,19 +49,22 @@ def total_in_parts(
     layers = len(prefix.keys)
     count = max(1, -(-len(prefix.anchors) // size))
     size = max(1, -(-len(prefix.anchors) // count))  # all of one size: a small rest is slow
-    for anchors, *values in zip(
-        prefix.anchors.split(size), *(part.split(size) for part in own), strict=True
-    ):
-        mine = _leaves(values)
-        part = Prefix(anchors, *mine, leaves[:layers], leaves[layers:])
-        states = torch.stack([finish(u.hidden) for u in head.steps(part, tokens, steps)])
-        above = loss.add(anchors, states.detach())
-        with torch.autocast(tokens.device.type, enabled=False):
-            found = torch.autograd.grad(states, [*mine, *leaves, *learnt], above, allow_unused=True)
-        to_own.append(found[:2])
-        for place, value in enumerate(found[2:]):
-            if value is not None:
-                sums[place] = value if sums[place] is None else sums[place].add_(value)
+    with laid_out(head):
+        for anchors, *values in zip(
+            prefix.anchors.split(size), *(part.split(size) for part in own), strict=True
+        ):
+            mine = _leaves(values)
+            part = Prefix(anchors, *mine, leaves[:layers], leaves[layers:])
+            states = torch.stack([finish(u.hidden) for u in head.steps(part, tokens, steps)])
+            above = loss.add(anchors, states.detach())
+            with torch.autocast(tokens.device.type, enabled=False):
+                found = torch.autograd.grad(
+                    states, [*mine, *leaves, *learnt], above, allow_unused=True
+                )
+            to_own.append(found[:2])
+            for place, value in enumerate(found[2:]):
+                if value is not None:
+                    sums[place] = value if sums[place] is None else sums[place].add_(value)
     gradients = [*(torch.cat(part) for part in zip(*to_own, strict=True)), *sums]
     inputs = [*own, *shared, *learnt]
     if loss.to_weight is not None:

@@ -9,7 +9,8 @@ document up to its last place. Scores live for one chunk: the backward pass make
 queries and each row's log-sum-exp over all it sees, as in FlashAttention-2 (arXiv 2307.08691).
 
 B batch, T length, R anchors, r anchors of a chunk, n keys of a chunk, Q query heads, G kv heads,
-S = Q/G, d head size, k own keys.
+S = Q/G, d head size, k own keys, m = r·S rows that share a kv head. […] is a group at a time where
+the kind of product works on single matrices, all of them else.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from spectrain.core.fast_linear import fast_product, suits
+
 # Scores of one chunk, in numbers: what a CPU's cache holds; a GPU wants large products.
-CPU_CHUNK, GPU_CHUNK = 1 << 20, 1 << 26
+CPU_CHUNK, GPU_CHUNK = 1 << 22, 1 << 26
 # Below this products are too small, however long a row is.
 FEWEST = 16
 
@@ -95,14 +98,14 @@ class Chunk:
         return values[self.row, self.begin : self.end].transpose(0, 1)
 
     def hide(self, scores: Tensor) -> None:
-        """Put −inf where an anchor must not look: scores [G, r·S, n], in place."""
-        share = scores.shape[1] // len(self.place)
+        """Put −inf where an anchor must not look: scores […, m, n], in place."""
+        share = scores.shape[-2] // len(self.place)
         first = self.begin if self.start is not None else self.common
         column = torch.arange(first, self.end, device=scores.device)
         hidden = column > self.place[:, None]
         if self.start is not None:
             hidden |= column < self.start[:, None]
-        part = scores[..., first - self.begin :].unflatten(1, (-1, share))
+        part = scores[..., first - self.begin :].unflatten(-2, (-1, share))
         part.masked_fill_(hidden[:, None], float("-inf"))
 
 
@@ -150,13 +153,16 @@ class _Attention(torch.autograd.Function):
         out = torch.empty_like(query, dtype=exact)
         norm = torch.empty(query.shape[:3], dtype=exact, device=query.device)  # log-sum-exp
         for part in anchors.chunks(chunk):
-            scores = _scores(part, query, keys, scale)
-            top = scores.amax(-1, keepdim=True)  # finite: every anchor sees itself
-            weights = scores.sub_(top).exp_()
-            total = weights.sum(-1, keepdim=True)
-            mixed = (weights.to(values.dtype) @ part.keys(values)).to(exact) / total
-            out[part.rows] = _unfold(mixed, query)
-            norm[part.rows] = _unfold(top + total.log(), query).squeeze(-1)
+            asked, key, value = _fold(part, query) * scale, part.keys(keys), part.keys(values)
+            for g in _groups(query):
+                scores = fast_product(asked[g], key[g]).to(exact)
+                part.hide(scores)
+                top = scores.amax(-1, keepdim=True)  # finite: every anchor sees itself
+                weights = scores.sub_(top).exp_()
+                total = weights.sum(-1, keepdim=True)
+                mixed = fast_product(weights.to(values.dtype), value[g].mT).to(exact) / total
+                _put(out, part, g, mixed)
+                _put(norm[..., None], part, g, top + total.log())
         if own:
             own_keys, own_values = _stacked(own)
             scores = torch.einsum("rgsd,rkgd->rgsk", query, own_keys).to(exact) * scale
@@ -181,13 +187,18 @@ class _Attention(torch.autograd.Function):
         to_keys = torch.zeros_like(keys, dtype=exact)
         to_values = torch.zeros_like(values, dtype=exact)
         for part in anchors.chunks(chunk):
-            weights = _scores(part, query, keys, scale).sub_(_fold(part, norm[..., None])).exp_()
-            above = _fold(part, grad)
-            part.keys(to_values).add_(weights.to(kind).transpose(1, 2) @ above)
-            slope = (above @ part.keys(values).transpose(1, 2)).to(exact)
-            slope = slope.sub_(_fold(part, mean[..., None])).mul_(weights).to(kind)
-            to_query[part.rows] = _unfold(slope @ part.keys(keys) * scale, query)
-            part.keys(to_keys).add_(slope.transpose(1, 2) @ (_fold(part, query) * scale))
+            asked, key, value = _fold(part, query) * scale, part.keys(keys), part.keys(values)
+            above, deltas = _fold(part, grad), _fold(part, mean[..., None]).mT
+            norms = _fold(part, norm[..., None]).mT
+            for g in _groups(query):  # scores the other way round, […, n, m]: nothing is turned
+                weights = fast_product(key[g], asked[g]).to(exact)
+                part.hide(weights.mT)
+                weights.sub_(norms[g]).exp_()
+                part.keys(to_values)[g] += fast_product(weights.to(kind), above[g].mT)
+                slope = fast_product(value[g], above[g]).to(exact)
+                slope = slope.sub_(deltas[g]).mul_(weights).to(kind)
+                part.keys(to_keys)[g] += fast_product(slope, asked[g].mT)
+                _put(to_query, part, g, fast_product(slope.mT, key[g].mT) * scale)
         to_own: list[Tensor] = []
         if own:
             own_keys, own_values = _stacked(own)
@@ -201,23 +212,20 @@ class _Attention(torch.autograd.Function):
         return None, None, None, to_query, to_keys.to(kind), to_values.to(kind), *to_own
 
 
-def _scores(part: Chunk, query: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """[G, r·S, n], −inf where an anchor must not look; float32 at least."""
-    folded = _fold(part, query) * scale  # scaled first: float16 overflows else
-    scores = folded @ part.keys(keys).transpose(1, 2)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    part.hide(scores)
-    return scores
+def _groups(query: Tensor) -> list[int | slice]:
+    """The kv heads one after the other, or all at once: how products of query [R, G, S, d] go."""
+    return list(range(query.shape[1])) if suits(query, query) else [slice(None)]
 
 
 def _fold(part: Chunk, rows: Tensor) -> Tensor:
-    """Rows of a chunk out of [R, G, S, x] → [G, r·S, x]: heads that share keys are more rows."""
+    """Rows of a chunk out of [R, G, S, x] → [G, m, x]: heads that share keys are more rows."""
     return rows[part.rows].transpose(0, 1).flatten(1, 2)
 
 
-def _unfold(folded: Tensor, like: Tensor) -> Tensor:
-    """[G, r·S, x] → [r, G, S, x]"""
-    return folded.unflatten(1, (-1, like.shape[2])).transpose(0, 1)
+def _put(into: Tensor, part: Chunk, g: int | slice, folded: Tensor) -> None:
+    """folded […, m, x] → the rows of a chunk in [R, G, S, x], of these groups"""
+    rows = folded.unflatten(-2, (-1, into.shape[2]))  # […, r, S, x]
+    into[part.rows].transpose(0, 1)[g] = rows
 
 
 def _stacked(own: list[Tensor] | tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spectrain.core.batch import Batch, counted
-from spectrain.core.fast_linear import fast_product
+from spectrain.core.fast_linear import Weight, fast_product
 from spectrain.heads.base import DraftHead, Objective
 from spectrain.heads.linear_loss import product_type
 from spectrain.heads.losses import ROW_LOSSES, RowLoss
@@ -51,7 +51,7 @@ class UnrolledLoss:
         whole = readout.weight, readout.bias
         self._teacher = readout.rows(head.draft_ids) if head.reduced else whole
         self.exact = torch.promote_types(weight.dtype, torch.float32)
-        self._cast = weight.detach().to(product_type(weight))
+        self._output = Weight(weight.detach().to(product_type(weight)))
         self.to_weight = None
         if weight.requires_grad:
             self.to_weight = torch.zeros_like(weight, dtype=self.exact)
@@ -84,9 +84,9 @@ class UnrolledLoss:
         rows = rows.clamp(max=len(self._last) - 1)
         live = self._live[:, anchors.flat]
         taught = live & self._guessable[rows][place]
-        low = states.flatten(0, 1).to(self._cast.dtype)
+        low = states.flatten(0, 1).to(self._output.value.dtype)
         teacher = self._distributions(rows)
-        logits = fast_product(low, self._cast).to(self.exact).unflatten(0, (steps, size))
+        logits = self._output.times(low).to(self.exact).unflatten(0, (steps, size))
         for step in range(steps):
             loss, choice, grad = self._row(logits[step], teacher[place[step]])
             kept = taught[step]
@@ -101,7 +101,7 @@ class UnrolledLoss:
         scale = self.scale.to(self.exact).repeat_interleave(size)[:, None]
         if self.to_weight is not None:
             self.to_weight += fast_product(slope.t(), (low * scale).to(low.dtype).t())
-        above = fast_product(slope, self._cast.t()) * scale
+        above = self._output.back(slope) * scale
         return above.to(states.dtype).view_as(states)
 
     def _distributions(self, rows: Tensor) -> Tensor:
