@@ -67,7 +67,7 @@ def total_in_parts(
                     sums[place] = value if sums[place] is None else sums[place].add_(value)
     gradients = [*(torch.cat(part) for part in zip(*to_own, strict=True)), *sums]
     inputs = [*own, *shared, *learnt]
-    if loss.to_weight is not None:
+    if loss.weight.requires_grad:
         inputs.append(loss.weight)
         gradients.append(loss.to_weight)
     return _Known.apply(loss.total, gradients, *inputs)

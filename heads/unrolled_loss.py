@@ -79,26 +79,25 @@ class UnrolledLoss:
 
     def _add(self, anchors: Anchors, states: Tensor) -> Tensor:
         steps, size = states.shape[:2]
-        rows, place = anchors.following(steps)
+        rows, places = anchors.following(steps)
         # Behind the last place of the batch there is nothing: no anchor counts there.
         rows = rows.clamp(max=len(self._last) - 1)
+        at = torch.stack([rows[place] for place in places])  # [K, c]
         live = self._live[:, anchors.flat]
-        taught = live & self._guessable[rows][place]
-        low = states.flatten(0, 1).to(self._output.value.dtype)
+        taught = live & self._guessable[at]
+        # A row that is not taught may hold anything, infinities included; now it holds zeros.
+        low = states.masked_fill(~taught[..., None], 0).flatten(0, 1).to(self._output.value.dtype)
         teacher = self._distributions(rows)
-        logits = self._output.times(low).to(self.exact).unflatten(0, (steps, size))
-        for step in range(steps):
-            loss, choice, grad = self._row(logits[step], teacher[place[step]])
-            kept = taught[step]
-            # Not times zero: a row without a teacher may hold anything, infinities included.
-            self.loss[step] += torch.where(kept, loss, 0).sum()
-            logits[step] = grad.masked_fill_(~kept[:, None], 0)
-            hits = live[step] & (self.head.to_target(choice) == self._argmax[rows][place[step]])
-            self.hits[step] += hits.sum()
+        slope = self._output.times(low).to(self.exact).unflatten(0, (steps, size))  # logits so far
+        choice = torch.empty_like(at)
+        for step, place in enumerate(places):
+            loss, choice[step] = self._row(slope[step], teacher[place])
+            self.loss[step] += torch.where(taught[step], loss, 0).sum()
+        self.hits += (taught & (self.head.to_target(choice) == self._argmax[at])).sum(1)
         self.count += taught.sum(1)
         self.seen += live.sum(1)
-        slope = logits.flatten(0, 1).to(low.dtype)
-        scale = self.scale.to(self.exact).repeat_interleave(size)[:, None]
+        slope = slope.flatten(0, 1).to(low.dtype)
+        scale = (self.scale.to(self.exact)[:, None] * taught).view(-1, 1)
         if self.to_weight is not None:
             self.to_weight += fast_product(slope.t(), (low * scale).to(low.dtype).t())
         above = self._output.back(slope) * scale
@@ -112,15 +111,18 @@ class UnrolledLoss:
             logits += bias
         return self.head.readout.cap(logits).to(self.exact).softmax(-1)
 
-    def _row(self, logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits and teacher [c, D] → losses [c], first choices [c], gradients [c, D]."""
+    def _row(self, logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and teacher [c, D] → losses and first choices [c]; the logits become their
+        gradient."""
         top, choice = logits.max(-1)
         if self.row_loss != "soft_ce":
             with torch.enable_grad():
-                logits = logits.detach().clone().requires_grad_()
-                loss = ROW_LOSSES[self.row_loss](logits, teacher)
-                (grad,) = torch.autograd.grad(loss.sum(), logits)
-            return loss.detach(), choice, grad
-        q = logits.softmax(-1)
-        norm = top - q.gather(1, choice[:, None]).squeeze(1).log()
-        return norm - (teacher * logits).sum(-1), choice, q.sub_(teacher)
+                leaf = logits.detach().clone().requires_grad_()
+                loss = ROW_LOSSES[self.row_loss](leaf, teacher)
+                logits.copy_(torch.autograd.grad(loss.sum(), leaf)[0])
+            return loss.detach(), choice
+        cross = torch.linalg.vecdot(teacher, logits)
+        torch.softmax(logits, -1, out=logits)
+        norm = top - logits.gather(1, choice[:, None]).squeeze(1).log()
+        logits.sub_(teacher)
+        return norm - cross, choice
