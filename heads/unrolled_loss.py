@@ -21,7 +21,7 @@ from spectrain.heads.losses import ROW_LOSSES, RowLoss
 from spectrain.heads.ttt_attention import Anchors
 
 # Logits of one chunk, in numbers, and the rows below which products are slow.
-CPU_CHUNK, GPU_CHUNK, FEWEST = 1 << 23, 1 << 26, 256
+CPU_CHUNK, GPU_CHUNK, FEWEST = 1 << 22, 1 << 26, 256
 
 
 class UnrolledLoss:

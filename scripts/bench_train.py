@@ -69,7 +69,7 @@ def _options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def _child(part: str) -> dict:
     """One part in a fresh process."""
-    given = {"MALLOC_MMAP_THRESHOLD_": "1000000"} if part == "memory" else {}
+    given = {"MALLOC_MMAP_THRESHOLD_": "100000"} if part == "memory" else {}
     command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
     done = subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | given
