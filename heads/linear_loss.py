@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from spectrain.core.fast_linear import fast_linear
+from spectrain.core.fast_linear import Weight, fast_linear, fast_product
 
 # Logits of one chunk, in numbers: what a CPU's cache holds goes through the loss fastest; a GPU
 # wants large products (256 MiB in float32).
@@ -74,10 +74,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=exact) if to_bias else None
         size = max(1, chunk // len(weight))
         cast = weight.to(product_type(weight))  # once, not in every chunk
+        output = Weight(cast)
         for start in range(0, len(hidden), size):
             rows = slice(start, min(start + size, len(hidden)))
             part = hidden[rows].to(cast.dtype)
-            logits = fast_linear(part, cast, bias).to(exact)
+            logits = output.times(part).to(exact)
+            if bias is not None:
+                logits += bias
             slope = None
             if softcap is not None:
                 capped = torch.tanh(logits / softcap)
@@ -102,9 +105,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad.mul_(slope)
             lower = grad.to(cast.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] = (lower @ cast).to(hidden.dtype)
+                grad_hidden[rows] = output.back(lower).to(hidden.dtype)
             if grad_weight is not None:
-                grad_weight += lower.t() @ part
+                grad_weight += fast_product(lower.t(), part.t())
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
@@ -158,11 +161,12 @@ class _LinearRowLoss(torch.autograd.Function):
         fixed = weight.detach().requires_grad_(ctx.needs_input_grad[1])
         losses, choices, to_hidden, to_weight = [], [], [], None
         size = max(1, chunk // len(weight))
+        kept = Weight(fixed)
         for start in range(0, len(hidden), size):
             part = hidden[start : start + size].detach().requires_grad_(ctx.needs_input_grad[0])
             stop = start + len(part)
             with torch.set_grad_enabled(learns):
-                logits = fast_linear(part, fixed)
+                logits = fast_linear(part, fixed, None, kept)
                 loss = torch.where(keep[start:stop], row_loss(logits, taught(start, stop)), 0).sum()
                 if learns:
                     wanted = [value for value in (part, fixed) if value.requires_grad]
