@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spectrain.core.batch import Batch, counted
 from spectrain.core.fast_linear import fast_product
+from spectrain.heads import kernels
 from spectrain.heads.base import DraftHead, Objective
 from spectrain.heads.linear_loss import product_type
 from spectrain.heads.losses import ROW_LOSSES, RowLoss
@@ -22,6 +23,9 @@ from spectrain.heads.ttt_attention import Anchors
 
 # Logits of one chunk, in numbers, and the rows below which products are slow.
 CPU_CHUNK, GPU_CHUNK, FEWEST = 1 << 23, 1 << 26, 256
+
+# Losses [K, C] (0 where nothing is taught), first choices [K, C], gradients of logits [K·C, D].
+Parts = tuple[Tensor, Tensor, Tensor]
 
 
 class UnrolledLoss:
@@ -85,32 +89,48 @@ class UnrolledLoss:
         live = self._live[:, anchors.flat]
         taught = live & self._guessable[rows][place]
         low = states.flatten(0, 1).to(self._cast.dtype)
-        teacher = self._distributions(rows)
-        logits = fast_product(low, self._cast).to(self.exact).unflatten(0, (steps, size))
-        for step in range(steps):
-            loss, choice, grad = self._row(logits[step], teacher[place[step]])
-            kept = taught[step]
-            # Not times zero: a row without a teacher may hold anything, infinities included.
-            self.loss[step] += torch.where(kept, loss, 0).sum()
-            logits[step] = grad.masked_fill_(~kept[:, None], 0)
-            hits = live[step] & (self.head.to_target(choice) == self._argmax[rows][place[step]])
-            self.hits[step] += hits.sum()
+        by_kernel = self.row_loss == "soft_ce" and kernels.usable(low)
+        way = self._by_kernel if by_kernel else self._by_torch
+        losses, choices, grads = way(low, rows, place, taught)
+        self.loss += losses.sum(1)
+        hits = live & (self.head.to_target(choices) == self._argmax[rows][place])
+        self.hits += hits.sum(1)
         self.count += taught.sum(1)
         self.seen += live.sum(1)
-        slope = logits.flatten(0, 1).to(low.dtype)
+        slope = grads.to(low.dtype)
         scale = self.scale.to(self.exact).repeat_interleave(size)[:, None]
         if self.to_weight is not None:
             self.to_weight += fast_product(slope.t(), (low * scale).to(low.dtype).t())
         above = fast_product(slope, self._cast.t()) * scale
         return above.to(states.dtype).view_as(states)
 
-    def _distributions(self, rows: Tensor) -> Tensor:
-        """The target's distributions over the draft vocabulary at flat rows [U]: [U, D]."""
+    def _by_torch(self, low: Tensor, rows: Tensor, place: Tensor, taught: Tensor) -> Parts:
+        """low [K·C, H]; rows [U]; place, taught [K, C]."""
+        teacher = self._teacher_logits(rows).to(self.exact).softmax(-1)
+        logits = fast_product(low, self._cast).to(self.exact).unflatten(0, place.shape)
+        losses, choices = [], []
+        for step, kept in enumerate(taught):
+            loss, choice, grad = self._row(logits[step], teacher[place[step]])
+            # Not times zero: a row without a teacher may hold anything, infinities included.
+            losses.append(torch.where(kept, loss, 0))
+            choices.append(choice)
+            logits[step] = grad.masked_fill_(~kept[:, None], 0)
+        return torch.stack(losses), torch.stack(choices), logits.flatten(0, 1)
+
+    def _by_kernel(self, low: Tensor, rows: Tensor, place: Tensor, taught: Tensor) -> Parts:
+        """The same; nothing is as large as the logits but these."""
+        teacher, logits = self._teacher_logits(rows), fast_product(low, self._cast)
+        norm, rest = kernels.log_norm(teacher), (place.flatten(), taught.flatten())
+        losses, choices = kernels.soft_cross_entropy_(logits, teacher, norm, *rest)
+        return losses.view_as(place), choices.view_as(place), logits
+
+    def _teacher_logits(self, rows: Tensor) -> Tensor:
+        """The target's logits over the draft vocabulary at flat rows [U]: [U, D]."""
         weight, bias = self._teacher
         logits = fast_product(self._last[rows].to(weight.dtype), weight)
         if bias is not None:
             logits += bias
-        return self.head.readout.cap(logits).to(self.exact).softmax(-1)
+        return self.head.readout.cap(logits)
 
     def _row(self, logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits and teacher [c, D] → losses [c], first choices [c], gradients [c, D]."""
