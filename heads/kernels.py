@@ -48,7 +48,7 @@ def log_norm(logits: Tensor) -> Tensor:
 
 
 def cross_entropy_(logits: Tensor, taught: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [R, D] become their gradients; → losses [R] and first choices [R], the lowest of equals.
+    """logits [R, D] become gradients; → losses [R] and first choices [R], of equals the lowest.
 
     taught: token ids [R] or distributions [R, D]; one of sum s < 1 pulls with s. keep [R] bool:
     other rows have no loss and gradient zero, whatever they and their teachers hold.

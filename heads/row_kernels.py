@@ -65,8 +65,9 @@ def row_losses(
                 p = tl.load(above + start + columns, mask=inside, other=0.0).to(WIDE)
                 if KIND == "logits":
                     p = tl.exp(p - other_norm)
-            # Of what is impossible nothing is taught, however impossible it is to the student.
-            parts += tl.where(inside & (p != 0), p * (norm - x), 0.0)
+            # 0 · ∞, a token that neither side thinks possible, costs nothing.
+            counts = inside & ((p != 0) | (x != float("-inf")))
+            parts += tl.where(counts, p * (norm - x), 0.0)
             grad = tl.exp(x - norm) * mass - p
             tl.store(own + start + columns, grad.to(logits.dtype.element_ty), mask=inside)
         tl.store(losses + row, tl.sum(parts, 0))
