@@ -3,7 +3,8 @@
 A row is swept twice: for the log-sum-exp and the first choice, then for the loss and the gradient,
 which is written over the logits. Nothing else is as long as a row.
 
-D columns, BLOCK columns taken at a time, WIDE the type of sums.
+D columns, BLOCK columns taken at a time, WIDE the type of sums. A kernel is compiled for each D: a
+run has one or two.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton.language as tl
 
 
 @triton.jit
-def log_norms(logits, norms, D, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def log_norms(logits, norms, D: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """logits [R, D] → norms [R]"""
     row = tl.program_id(0).to(tl.int64)  # rows · D may be beyond 32 bits
     norm, _choice = _norm(logits + row * D, D, BLOCK, WIDE)
@@ -29,7 +30,7 @@ def row_losses(
     keep,
     losses,
     choices,
-    D,
+    D: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
@@ -80,7 +81,7 @@ def row_losses(
 
 
 @triton.jit
-def _norm(own, D, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def _norm(own, D: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """log Σ exp of a row, and its first choice: of equals, the lowest."""
     columns = tl.arange(0, BLOCK)
     top = tl.full((), float("-inf"), WIDE)
@@ -99,7 +100,7 @@ def _norm(own, D, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _sum(row, D, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def _sum(row, D: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     columns = tl.arange(0, BLOCK)
     parts = tl.zeros((BLOCK,), WIDE)
     for start in range(0, D, BLOCK):

@@ -297,7 +297,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from spectrain.heads import kernels, row_kernels
 
-POINTERS = {"losses": "*fp32", "choices": "*i64", "keep": "*i1", "D": "i32"}
+POINTERS = {"losses": "*fp32", "choices": "*i64", "keep": "*i1"}
 TAUGHT = {"logits": {"norms": "*fp32", "place": "*i64"}, "shares": {}, "labels": {}}
 
 def build(function, types, fixed, capability):
@@ -310,8 +310,9 @@ def build(function, types, fixed, capability):
     print(function.__name__, capability, fixed)
 
 for capability, kind, wide in ((80, "bf16", "fp32"), (90, "fp64", "fp64")):
-    sizes = {"BLOCK": kernels.BLOCK, "WIDE": tl.float64 if wide == "fp64" else tl.float32}
-    types = {"logits": "*" + kind, "norms": "*" + wide, "D": "i32"}
+    sizes = {"D": 32001, "BLOCK": kernels.BLOCK}
+    sizes["WIDE"] = tl.float64 if wide == "fp64" else tl.float32
+    types = {"logits": "*" + kind, "norms": "*" + wide}
     build(row_kernels.log_norms, types, sizes, capability)
     for taught, more in TAUGHT.items():
         what = {"logits": "*" + kind, "shares": "*fp32", "labels": "*i64"}[taught]
