@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from spectrain.core.fast_linear import Weight, fast_linear, fast_product
+from spectrain.heads import kernels
 
 # Logits of one chunk, in numbers: what a CPU's cache holds goes through the loss fastest; a GPU
 # wants large products (256 MiB in float32).
@@ -78,38 +79,45 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), size):
             rows = slice(start, min(start + size, len(hidden)))
             part = hidden[rows].to(cast.dtype)
-            logits = output.times(part).to(exact)
+            logits = output.times(part)
             if bias is not None:
-                logits += bias
-            slope = None
-            if softcap is not None:
-                capped = torch.tanh(logits / softcap)
-                logits, slope = capped * softcap, 1 - capped**2
-            choice[rows] = logits.argmax(-1)
-            log_q = logits.log_softmax(-1)
-            del logits
-            target, kept = taught(rows.start, rows.stop), keep[rows, None]
-            # log_q becomes the gradient in place: a second chunk would double what is held.
-            if target.dim() == 1:
-                picked = log_q.gather(1, target[:, None])
-                loss -= torch.where(kept, picked, 0).sum()
-                grad = log_q.exp_()
-                grad.scatter_add_(1, target[:, None], torch.full_like(picked, -1))
+                logits = logits + bias
+            if softcap is None and kernels.usable(logits):
+                what = taught(rows.start, rows.stop)
+                losses, choice[rows] = kernels.cross_entropy_(logits, what, keep[rows])
+                loss += losses.sum()
+                grad = logits
             else:
-                target = target.to(exact)
-                loss -= torch.where(kept, (target * log_q).sum(-1, keepdim=True), 0).sum()
-                grad = log_q.exp_().mul_(target.sum(-1, keepdim=True)).sub_(target)
-            # Not times zero: a row without a teacher may hold anything, infinities included.
-            grad.masked_fill_(~kept, 0)
-            if slope is not None:
-                grad.mul_(slope)
+                logits = logits.to(exact)
+                slope = None
+                if softcap is not None:
+                    capped = torch.tanh(logits / softcap)
+                    logits, slope = capped * softcap, 1 - capped**2
+                choice[rows] = logits.argmax(-1)
+                log_q = logits.log_softmax(-1)
+                del logits
+                target, kept = taught(rows.start, rows.stop), keep[rows, None]
+                # log_q becomes the gradient in place: a second chunk would double what is held.
+                if target.dim() == 1:
+                    picked = log_q.gather(1, target[:, None])
+                    loss -= torch.where(kept, picked, 0).sum()
+                    grad = log_q.exp_()
+                    grad.scatter_add_(1, target[:, None], torch.full_like(picked, -1))
+                else:
+                    target = target.to(exact)
+                    loss -= torch.where(kept, (target * log_q).sum(-1, keepdim=True), 0).sum()
+                    grad = log_q.exp_().mul_(target.sum(-1, keepdim=True)).sub_(target)
+                # Not times zero: a row without a teacher may hold anything, infinities included.
+                grad.masked_fill_(~kept, 0)
+                if slope is not None:
+                    grad.mul_(slope)
             lower = grad.to(cast.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = output.back(lower).to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight += fast_product(lower.t(), part.t())
             if grad_bias is not None:
-                grad_bias += grad.sum(0)
+                grad_bias += grad.sum(0, dtype=exact)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.types = weight.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(choice)

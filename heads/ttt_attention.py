@@ -59,18 +59,13 @@ class Anchors:
         parts = zip(*(values.split(size) for values in lists), strict=True)
         return [Anchors(flat, place, self.length, *rest) for flat, place, *rest in parts]
 
-    def following(self, steps: int) -> tuple[Tensor, list[slice | Tensor]]:
+    def following(self, steps: int) -> tuple[Tensor, Tensor]:
         """The rows behind the anchors, b·T + t + 1 + k for k < steps, each of them once [U], and
-        where among these those of each step are: [R], a slice where they are neighbours."""
-        flat = self._where[:, 0] * self.length + self._where[:, 1]  # on the host
-        rows, found = (flat + 1 + torch.arange(steps)[:, None]).unique(return_inverse=True)
-        places: list[slice | Tensor] = []
-        for place in found:
-            first, stop = (int(place[0]), int(place[-1]) + 1) if len(place) else (0, 0)
-            near = stop - first == len(place)  # they ascend
-            at = slice(first, stop) if near else place.to(self.flat.device, non_blocking=True)
-            places.append(at)
-        return rows.to(self.flat.device, non_blocking=True), places
+        where among these each is [steps, R]; worked out on the host."""
+        flat = self._where[:, 0] * self.length + self._where[:, 1]
+        rows, place = (flat + 1 + torch.arange(steps)[:, None]).unique(return_inverse=True)
+        device = self.flat.device
+        return rows.to(device, non_blocking=True), place.to(device, non_blocking=True)
 
     def chunks(self, size: int) -> Iterator[Chunk]:
         """At most `size` anchors of one batch row each, which cover all anchors in order."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spectrain.core.batch import Batch, counted
+from spectrain.core.batch import Batch, counted, predicting
 from spectrain.core.fast_linear import Weight, fast_product
+from spectrain.heads import kernels
 from spectrain.heads.base import DraftHead, Objective
 from spectrain.heads.linear_loss import product_type
 from spectrain.heads.losses import ROW_LOSSES, RowLoss
@@ -22,6 +23,9 @@ from spectrain.heads.ttt_attention import Anchors
 
 # Logits of one chunk, in numbers, and the rows below which products are slow.
 CPU_CHUNK, GPU_CHUNK, FEWEST = 1 << 22, 1 << 26, 256
+
+# Losses [K, C] (0 where nothing is taught), first choices [K, C], gradients of logits [K·C, D].
+Parts = tuple[Tensor, Tensor, Tensor]
 
 
 class UnrolledLoss:
@@ -47,6 +51,7 @@ class UnrolledLoss:
         live = [counted(batch.reply, step).flatten() for step in range(steps)]
         self._live = torch.stack(live)  # [K, B·T]
         self._argmax, self._last = batch.argmax.flatten(), batch.last.detach().flatten(0, 1)
+        self._teaches = predicting(batch.reply).flatten()
         readout = head.readout
         whole = readout.weight, readout.bias
         self._teacher = readout.rows(head.draft_ids) if head.reduced else whole
@@ -78,38 +83,54 @@ class UnrolledLoss:
         return torch.cat([self._add(*part) for part in parts], dim=1)
 
     def _add(self, anchors: Anchors, states: Tensor) -> Tensor:
-        steps, size = states.shape[:2]
-        rows, places = anchors.following(steps)
+        rows, place = anchors.following(len(states))
         # Behind the last place of the batch there is nothing: no anchor counts there.
         rows = rows.clamp(max=len(self._last) - 1)
-        at = torch.stack([rows[place] for place in places])  # [K, c]
         live = self._live[:, anchors.flat]
-        taught = live & self._guessable[at]
+        taught = live & self._guessable[rows][place]
         # A row that is not taught may hold anything, infinities included; now it holds zeros.
         low = states.masked_fill(~taught[..., None], 0).flatten(0, 1).to(self._output.value.dtype)
-        teacher = self._distributions(rows)
-        slope = self._output.times(low).to(self.exact).unflatten(0, (steps, size))  # logits so far
-        choice = torch.empty_like(at)
-        for step, place in enumerate(places):
-            loss, choice[step] = self._row(slope[step], teacher[place])
-            self.loss[step] += torch.where(taught[step], loss, 0).sum()
-        self.hits += (taught & (self.head.to_target(choice) == self._argmax[at])).sum(1)
+        by_kernel = self.row_loss == "soft_ce" and kernels.usable(low)
+        way = self._by_kernel if by_kernel else self._by_torch
+        losses, choices, slope = way(low, rows, place, taught)
+        self.loss += losses.sum(1)
+        hits = live & (self.head.to_target(choices) == self._argmax[rows][place])
+        self.hits += hits.sum(1)
         self.count += taught.sum(1)
         self.seen += live.sum(1)
-        slope = slope.flatten(0, 1).to(low.dtype)
+        slope = slope.to(low.dtype)
         scale = (self.scale.to(self.exact)[:, None] * taught).view(-1, 1)
         if self.to_weight is not None:
             self.to_weight += fast_product(slope.t(), (low * scale).to(low.dtype).t())
         above = self._output.back(slope) * scale
         return above.to(states.dtype).view_as(states)
 
-    def _distributions(self, rows: Tensor) -> Tensor:
-        """The target's distributions over the draft vocabulary at flat rows [U]: [U, D]."""
+    def _by_torch(self, low: Tensor, rows: Tensor, place: Tensor, taught: Tensor) -> Parts:
+        """low [K·C, H]; rows [U]; place, taught [K, C]."""
+        teacher = self._teacher_logits(rows).to(self.exact).softmax(-1)
+        logits = self._output.times(low).to(self.exact).unflatten(0, place.shape)
+        losses = torch.empty_like(logits[..., 0])
+        choices = torch.empty_like(place)
+        for step, at in enumerate(place):
+            losses[step], choices[step] = self._row(logits[step], teacher[_neighbours(at)])
+        return losses.masked_fill_(~taught, 0), choices, logits.flatten(0, 1)
+
+    def _by_kernel(self, low: Tensor, rows: Tensor, place: Tensor, taught: Tensor) -> Parts:
+        """The same; nothing is as large as the logits but these."""
+        teacher, logits = self._teacher_logits(rows), self._output.times(low)
+        norm, rest = kernels.log_norm(teacher), (place.flatten(), taught.flatten())
+        losses, choices = kernels.soft_cross_entropy_(logits, teacher, norm, *rest)
+        return losses.view_as(place), choices.view_as(place), logits
+
+    def _teacher_logits(self, rows: Tensor) -> Tensor:
+        """The target's logits over the draft vocabulary at flat rows [U]: [U, D]. Rows that teach
+        nothing may hold anything, too."""
         weight, bias = self._teacher
-        logits = fast_product(self._last[rows].to(weight.dtype), weight)
+        last = self._last[rows].masked_fill_(~self._teaches[rows][:, None], 0)
+        logits = fast_product(last.to(weight.dtype), weight)
         if bias is not None:
             logits += bias
-        return self.head.readout.cap(logits).to(self.exact).softmax(-1)
+        return self.head.readout.cap(logits)
 
     def _row(self, logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and teacher [c, D] → losses and first choices [c]; the logits become their
@@ -121,8 +142,16 @@ class UnrolledLoss:
                 loss = ROW_LOSSES[self.row_loss](leaf, teacher)
                 logits.copy_(torch.autograd.grad(loss.sum(), leaf)[0])
             return loss.detach(), choice
-        cross = torch.linalg.vecdot(teacher, logits)
+        cross = (teacher * logits).sum(-1)  # no product of matrices: autocast would round it
         torch.softmax(logits, -1, out=logits)
         norm = top - logits.gather(1, choice[:, None]).squeeze(1).log()
         logits.sub_(teacher)
         return norm - cross, choice
+
+
+def _neighbours(place: Tensor) -> slice | Tensor:
+    """place [C], ascending: as a slice where one follows the other and the host can see it."""
+    if place.device.type != "cpu" or not len(place):
+        return place
+    first, stop = int(place[0]), int(place[-1]) + 1
+    return slice(first, stop) if stop - first == len(place) else place

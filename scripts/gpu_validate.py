@@ -8,6 +8,7 @@
 3 bfloat16  where replies leave plain decoding's, and how close the two tokens were
 4 times     steps of an 8B-shaped model, beside the time that reading its bytes takes
 5 waits     operations within a step that make the host wait: there are to be none
+6 losses    the kernels of the training loss: their gradients against float64, times beside torch's
 
 Writes DIR/gpu.json after every part and DIR/gpu.md. Exit: 0 all is well (a part may be "slow"),
 1 a part failed or had no time for all of its cases, 3 something is missing here.
@@ -19,6 +20,7 @@ import argparse
 import faulthandler
 import importlib.util
 import json
+import os
 import sys
 import time
 import traceback
@@ -27,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # Seconds for each part; a case is begun only while its part has some left.
-PARTS = {"greedy": 120, "graphs": 120, "bfloat16": 50, "times": 160, "waits": 40}
+PARTS = {"greedy": 115, "graphs": 115, "bfloat16": 50, "times": 150, "waits": 40, "losses": 30}
 LONGEST = 535
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "pydantic", "yaml")
 
@@ -42,6 +44,8 @@ def main() -> int:
     if missing:
         print(f"error: not installed here: {', '.join(missing)}", file=sys.stderr)
         return 3
+    if options.rehearse:
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run as Python
     _use_this_checkout()
     from spectrain.core.environment import describe, settle
 
@@ -81,7 +85,7 @@ def main() -> int:
 def _run(name: str, scene: Any) -> dict[str, Any]:
     """One part; whatever it raises is its verdict, and the others go on."""
     import torch
-    from gpu import times, tokens, waits
+    from gpu import losses, times, tokens, waits
 
     work = {
         "greedy": tokens.greedy,
@@ -89,6 +93,7 @@ def _run(name: str, scene: Any) -> dict[str, Any]:
         "bfloat16": tokens.bfloat16,
         "times": times.times,
         "waits": waits.waits,
+        "losses": losses.losses,
     }[name]
     started = time.monotonic()
     try:
@@ -112,7 +117,7 @@ def _run(name: str, scene: Any) -> dict[str, Any]:
 
 
 def _table(report: dict[str, Any]) -> str:
-    """Verdicts, and the times of the 8B-shaped model."""
+    """Verdicts, the times of the 8B-shaped model and those of the losses."""
     place = report["environment"]
     lines = [
         f"{place['device']}, torch {place['torch']}, transformers {place['transformers']}"
@@ -132,6 +137,13 @@ def _table(report: dict[str, Any]) -> str:
                     f"| {table['rows']} | {table['context']} | {kind} {what} | {ms['graph']:.3f} | "
                     f"{ms['eager']:.3f} | {ms['floor']:.3f} | {ms['graph_over_floor']:.2f} |"
                 )
+    lines += ["", "| logits | taught by | kernel ms | torch ms | floor ms | torch/kernel |"]
+    lines.append("|---|---|---|---|---|---|")
+    for case in report["parts"].get("losses", {}).get("times", []):
+        lines.append(
+            f"| {case['logits']} | {case['taught']} | {case['kernel_ms']:.3f} | "
+            f"{case['torch_ms']:.3f} | {case['floor_ms']:.3f} | {case['torch_over_kernel']:.2f} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -7,6 +7,8 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: its threads spin otherwise
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before triton is imported: its kernels run as Python, so that a CPU can try them.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import signal
 import socket

@@ -49,7 +49,7 @@ def times(scene: Scene) -> dict[str, Any]:
     guesses = min(32000, target.vocab_size // 2)
     head = make_head(target, "eagle3", init="random", draft_vocab_size=guesses, steps=GAMMA)
     decoder = _bytes(target.decoder.layers) + _bytes(target.decoder.norm)
-    costs = Costs(_bandwidth(scene), decoder + target.readout.weight.nbytes, _bytes(head))
+    costs = Costs(bandwidth(scene), decoder + target.readout.weight.nbytes, _bytes(head))
     contexts = (24,) if scene.rehearse else (512, 4096)
     tables = [
         _table(scene, target, head, rows, context, costs)
@@ -156,7 +156,7 @@ def _steps(
             run = Run(target, drafter, Rules(), [], rows, slots, on)
             run.admit(list(range(rows)), prompts, list(range(rows)))
             texts = [prompt.tolist() for prompt in prompts]
-            taken[name] = _median(scene, partial(run.step, texts))
+            taken[name] = median(scene, partial(run.step, texts))
         drafted = costs.head * drafter.depth if own else 0
         steps[way] = taken | _beside(taken["graph"], costs.ms(costs.target + kv + drafted))
     return steps
@@ -165,7 +165,7 @@ def _steps(
 def _both(scene: Scene, work: Callable[[], Tensor], floor: float) -> dict[str, float]:
     """Milliseconds of the work, replayed and plain."""
     replay = Replay(scene.device)
-    graph, eager = _median(scene, lambda: replay("", work)), _median(scene, work)
+    graph, eager = median(scene, lambda: replay("", work)), median(scene, work)
     return {"graph": graph, "eager": eager, **_beside(graph, floor)}
 
 
@@ -173,7 +173,7 @@ def _beside(graph: float, floor: float) -> dict[str, float]:
     return {"floor": floor, "graph_over_floor": graph / floor}
 
 
-def _median(scene: Scene, work: Callable[[], Any], repeats: int = 11) -> float:
+def median(scene: Scene, work: Callable[[], Any], repeats: int = 11) -> float:
     """Milliseconds from an idle device to an idle device, the host's part included."""
     for _ in range(3):  # plain, captured, replayed
         work()
@@ -187,13 +187,13 @@ def _median(scene: Scene, work: Callable[[], Any], repeats: int = 11) -> float:
     return statistics.median(taken)
 
 
-def _bandwidth(scene: Scene) -> float:
+def bandwidth(scene: Scene) -> float:
     """Bytes read and written per second by a copy."""
     source = torch.zeros((1 << 22) if scene.rehearse else (1 << 31), dtype=torch.int8).to(
         scene.device
     )
     copy = torch.empty_like(source)
-    return 2e3 * source.nbytes / _median(scene, lambda: copy.copy_(source))
+    return 2e3 * source.nbytes / median(scene, lambda: copy.copy_(source))
 
 
 def _bytes(module: torch.nn.Module) -> int:
