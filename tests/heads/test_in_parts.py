@@ -9,6 +9,7 @@ import torch
 from packed_rows import documents, pack
 from tiny_models import gemma, make_batch, make_head, random_rows
 
+from spectrain.core.batch import predicting
 from spectrain.heads import in_parts, unrolled_loss
 
 
@@ -76,6 +77,18 @@ def test_a_target_with_a_soft_cap(tmp_path, tokenizer):
     target = gemma(tmp_path, tokenizer)
     head = make_head(target)
     require_the_same(head, make_batch(target, head, *random_rows(torch.Generator().manual_seed(2))))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_states_that_teach_nothing_may_hold_anything(tiny, value):
+    """A store keeps the last state where the next token lies in a reply; elsewhere it is not read,
+    not even to be multiplied by zero."""
+    head = make_head(tiny, steps=3)
+    batch = make_batch(tiny, head, *random_rows(torch.Generator().manual_seed(8)))
+    batch.last[~predicting(batch.reply)] = value
+    assert require_the_same(head, batch) > 10
+    assert all(p.grad.isfinite().all() for p in head.parameters() if p.grad is not None)
 
 
 def test_no_anchor_at_all(tiny):
