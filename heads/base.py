@@ -137,6 +137,18 @@ class DraftHead(nn.Module, ABC):
         supervised, for the draft vocabulary.
         """
 
+    @classmethod
+    @abstractmethod
+    def configure(cls, options: Any, target: Any) -> HeadConfig:
+        """The config of a new head for `target`, of which nothing but shapes is looked at."""
+
+    @classmethod
+    def outline(cls, options: Any, target: Any) -> DraftHead:
+        """A new head without values, on the meta device: its parameters can be counted."""
+        config = cls.configure(options, target)
+        with torch.device("meta"):
+            return cls(config).bind(target.readout)
+
     def bind(self, readout: Readout) -> DraftHead:
         """Share the target's embedding and output layer."""
         if readout.vocab_size != self.config.vocab_size:

@@ -11,6 +11,7 @@ from spectrain.heads.base import HeadConfig
 # It goes on as long as one likes; the bound is that of the evaluation.
 LONGEST_DRAFT = 64
 DEFAULT_STEPS = 4
+DEFAULT_LAYERS = 2
 
 
 class DraftOptions(BaseModel):

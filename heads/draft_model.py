@@ -29,10 +29,17 @@ from spectrain.core.batch import Batch, Features, counted
 from spectrain.core.cache import KVCache, visible_slots
 from spectrain.core.errors import SpectrainError
 from spectrain.core.fast_linear import Linear, fast_linear
+from spectrain.core.outline import outline
 from spectrain.core.readout import Readout
 from spectrain.heads import draft_init, scoring, vocab
 from spectrain.heads.base import DraftHead, HeadConfig, Objective, TargetFacts, Unrolled
-from spectrain.heads.draft_config import DEFAULT_STEPS, LONGEST_DRAFT, DraftConfig, DraftOptions
+from spectrain.heads.draft_config import (
+    DEFAULT_LAYERS,
+    DEFAULT_STEPS,
+    LONGEST_DRAFT,
+    DraftConfig,
+    DraftOptions,
+)
 from spectrain.heads.tokenizers import require_same
 
 # Logits (rows × D) that exist at one time in training; more are computed part by part.
@@ -85,22 +92,22 @@ class DraftModelHead(DraftHead):
     @classmethod
     def create(cls, options: DraftOptions, target: Any, token_counts: Tensor) -> DraftModelHead:
         if options.model is None:
-            model = draft_init.layers_of(target, options.layers or 2)
+            model = draft_init.layers_of(target, options.layers or DEFAULT_LAYERS)
         else:
             source = draft_init.load(options.model, "head.model")
             require_same(source.tokenizer, target.tokenizer, options.model)
             model = source.model
-        config = DraftConfig(
-            steps=options.steps,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=min(target.readout.usable, len(model.get_output_embeddings().weight)),
-            target=TargetFacts.of(target),
-            model=draft_init.description(model),
-            tokens=len(target.tokenizer),
-            loss=options.loss,
-            train_embeddings=options.train_embeddings,
-        )
-        return cls(config, model).to(target.device).bind(target.readout)
+        return cls(_config(options, target, model), model).to(target.device).bind(target.readout)
+
+    @classmethod
+    def configure(cls, options: DraftOptions, target: Any) -> DraftConfig:
+        if options.model is None:
+            content = draft_init.description_of_layers(target, options.layers or DEFAULT_LAYERS)
+            with torch.device("meta"):
+                model = draft_init.build(content)
+        else:
+            model = outline(options.model).model
+        return _config(options, target, model)
 
     @classmethod
     def load(cls, name: str, where: str) -> DraftModelHead:
@@ -312,3 +319,17 @@ class DraftModelHead(DraftHead):
             use_cache=False,
             plan=plan,
         ).last_hidden_state
+
+
+def _config(options: DraftOptions, target: Any, model: nn.Module) -> DraftConfig:
+    """Of a draft for `target` that starts as `model`."""
+    return DraftConfig(
+        steps=options.steps,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=min(target.readout.usable, len(model.get_output_embeddings().weight)),
+        target=TargetFacts.of(target),
+        model=draft_init.description(model),
+        tokens=len(target.tokenizer),
+        loss=options.loss,
+        train_embeddings=options.train_embeddings,
+    )

@@ -91,19 +91,22 @@ class Eagle1Head(RecurrentHead):
 
     @classmethod
     def create(cls, options: Any, target: Any, token_counts: Tensor) -> Self:
-        size = options.draft_vocab_size or target.readout.usable
-        ids = vocab.choose(size, target, token_counts)
-        config = cls.Config(
-            **options.model_dump(exclude={"init", "draft_vocab_size"}),
-            **sizes_of(target),
-            vocab_size=target.vocab_size,
-            draft_vocab_size=len(ids),
-            target=TargetFacts.of(target),
-        )
+        config = cls.configure(options, target)
+        ids = vocab.choose(config.draft_vocab_size, target, token_counts)
         head = cls(config)
         head.use_vocabulary(ids)
         eagle1_init.initialise(head, target, from_layer=options.init == "target")
         return head.to(target.device).bind(target.readout)
+
+    @classmethod
+    def configure(cls, options: Any, target: Any) -> Any:
+        return cls.Config(
+            **options.model_dump(exclude={"init", "draft_vocab_size"}),
+            **sizes_of(target),
+            vocab_size=target.vocab_size,
+            draft_vocab_size=vocab.size_of(options.draft_vocab_size, target),
+            target=TargetFacts.of(target),
+        )
 
     @property
     def stack(self) -> list[EntryLayer]:

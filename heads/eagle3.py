@@ -106,19 +106,25 @@ class Eagle3Head(RecurrentHead):
 
     @classmethod
     def create(cls, options: Eagle3Options, target: Any, token_counts: Tensor) -> Eagle3Head:
-        ids = vocab.choose(options.draft_vocab_size, target, token_counts)
-        config = Eagle3Config(
-            **options.model_dump(exclude={"init", "draft_vocab_size", "aux_layers"}),
-            **sizes_of(target),
-            vocab_size=target.vocab_size,
-            draft_vocab_size=len(ids),
-            aux_layers=eagle3_init.aux_layers(options.aux_layers, target),
-            target=TargetFacts.of(target),
-        )
+        config = cls.configure(options, target)
+        ids = vocab.choose(config.draft_vocab_size, target, token_counts)
         head = cls(config)
         head.use_vocabulary(ids)
         eagle3_init.initialise(head, target, ids, from_layer=options.init == "target")
         return head.to(target.device).bind(target.readout)
+
+    @classmethod
+    def configure(cls, options: Eagle3Options, target: Any) -> Eagle3Config:
+        return Eagle3Config(
+            **options.model_dump(exclude={"init", "draft_vocab_size", "aux_layers"}),
+            **sizes_of(target),
+            vocab_size=target.vocab_size,
+            draft_vocab_size=vocab.size_of(
+                options.draft_vocab_size or min(vocab.DEFAULT_SIZE, target.readout.usable), target
+            ),
+            aux_layers=eagle3_init.aux_layers(options.aux_layers, target),
+            target=TargetFacts.of(target),
+        )
 
     @property
     def needs(self) -> Needs:

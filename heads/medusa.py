@@ -102,22 +102,10 @@ class MedusaHead(DraftHead):
 
     @classmethod
     def create(cls, options: MedusaOptions, target: Any, token_counts: Tensor) -> MedusaHead:
-        readout = target.readout
-        ids = vocab.choose(options.draft_vocab_size or readout.usable, target, token_counts)
+        readout, config = target.readout, cls.configure(options, target)
+        ids = vocab.choose(config.draft_vocab_size, target, token_counts)
         weight, bias = readout.rows(ids.to(readout.weight.device))
-        head = cls(
-            MedusaConfig(
-                steps=options.steps,
-                layers=options.layers,
-                step_decay=options.step_decay,
-                loss=options.loss,
-                vocab_size=readout.vocab_size,
-                draft_vocab_size=len(ids),
-                hidden_size=target.hidden_size,
-                output_bias=bias is not None,
-                target=TargetFacts.of(target),
-            )
-        )
+        head = cls(config)
         head.use_vocabulary(ids)
         with torch.no_grad():
             for own in head.heads:
@@ -125,6 +113,21 @@ class MedusaHead(DraftHead):
                 if bias is not None:
                     own[-1].bias.copy_(bias)
         return head.to(target.device).bind(readout)
+
+    @classmethod
+    def configure(cls, options: MedusaOptions, target: Any) -> MedusaConfig:
+        readout = target.readout
+        return MedusaConfig(
+            steps=options.steps,
+            layers=options.layers,
+            step_decay=options.step_decay,
+            loss=options.loss,
+            vocab_size=readout.vocab_size,
+            draft_vocab_size=vocab.size_of(options.draft_vocab_size, target),
+            hidden_size=target.hidden_size,
+            output_bias=readout.bias is not None,
+            target=TargetFacts.of(target),
+        )
 
     # ── training face ────────────────────────────────────────────────────────
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from spectrain.core.attention import Plan
 from spectrain.core.batch import Batch, Features, counted
 from spectrain.core.cache import KVCache, visible_slots
-from spectrain.heads.base import TargetFacts, Unrolled
+from spectrain.heads import vocab
+from spectrain.heads.base import Unrolled
 from spectrain.heads.mtp_module import (
     LayerBuilder,
-    LayerKind,
     RotaryTable,
     check_layer,
     run_layer,
@@ -88,17 +88,10 @@ class MtpParallelHead(MtpHead):
     def create(
         cls, options: MtpParallelOptions, target: Any, token_counts: Tensor
     ) -> MtpParallelHead:
-        ids = cls.vocabulary(options.draft_vocab_size, target, token_counts)
-        kind = LayerKind.of(target.config)
+        config = cls.configure(options, target)
+        kind = config.layer
+        ids = vocab.choose(config.draft_vocab_size, target, token_counts)
         check_layer(LayerBuilder(kind), target)
-        config = MtpParallelConfig(
-            steps=options.steps,
-            loss=options.loss,
-            vocab_size=target.readout.vocab_size,
-            draft_vocab_size=len(ids),
-            layer=kind,
-            target=TargetFacts.of(target),
-        )
         head = cls(config)
         head.use_vocabulary(ids)
         if options.init == "target":
@@ -106,6 +99,12 @@ class MtpParallelHead(MtpHead):
                 start_from_target(part.layer, part.norm, part.hnorm, kind, target, normed=True)
         head.to(target.device).bind(target.readout)
         return head
+
+    @classmethod
+    def configure(cls, options: MtpParallelOptions, target: Any) -> MtpParallelConfig:
+        return MtpParallelConfig(
+            steps=options.steps, loss=options.loss, **cls.sizes(options.draft_vocab_size, target)
+        )
 
     def norm_of(self, step: int) -> nn.Module:
         return self.heads[step].norm

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from spectrain.core.batch import Batch, Features
 from spectrain.core.cache import KVCache
 from spectrain.core.errors import SpectrainError
-from spectrain.heads import mtp_chain, mtp_recurrence
-from spectrain.heads.base import TargetFacts, Unrolled
+from spectrain.heads import mtp_chain, mtp_recurrence, vocab
+from spectrain.heads.base import Unrolled
 from spectrain.heads.mtp_chain import ChainState, Modules
 from spectrain.heads.mtp_module import (
     LayerBuilder,
-    LayerKind,
     MtpModule,
     check_layer,
     start_from_target,
@@ -97,12 +96,27 @@ class MtpSequentialHead(MtpHead):
     def create(
         cls, options: MtpSequentialOptions, target: Any, token_counts: Tensor
     ) -> MtpSequentialHead:
-        ids = cls.vocabulary(options.draft_vocab_size, target, token_counts)
-        kind = LayerKind.of(target.config)
+        config = cls.configure(options, target)
+        kind = config.layer
+        ids = vocab.choose(config.draft_vocab_size, target, token_counts)
         check_layer(LayerBuilder(kind), target)
+        head = cls(config)
+        head.use_vocabulary(ids)
+        if options.native:
+            Native.of(target).load(head.chain, target.readout)
+        elif options.init == "target":
+            for index, module in enumerate(head.chain):
+                normed = index == 0 or config.pass_on == "after_norm"
+                parts = module.layer, module.norm, module.hnorm
+                start_from_target(*parts, kind, target, normed=normed)
+        head.to(target.device).bind(target.readout)
+        return head
+
+    @classmethod
+    def configure(cls, options: MtpSequentialOptions, target: Any) -> MtpSequentialConfig:
         native = Native.of(target) if options.native else None
         steps, shared = _steps(options, native)
-        config = MtpSequentialConfig(
+        return MtpSequentialConfig(
             steps=steps,
             shared=shared,
             native=native.layout.name if native else None,
@@ -111,22 +125,8 @@ class MtpSequentialHead(MtpHead):
             lambda_first=options.lambda_first,
             lambda_then=options.lambda_then,
             lambda_switch=options.lambda_switch,
-            vocab_size=target.readout.vocab_size,
-            draft_vocab_size=len(ids),
-            layer=kind,
-            target=TargetFacts.of(target),
+            **cls.sizes(options.draft_vocab_size, target),
         )
-        head = cls(config)
-        head.use_vocabulary(ids)
-        if native is not None:
-            native.load(head.chain, target.readout)
-        elif options.init == "target":
-            for index, module in enumerate(head.chain):
-                normed = index == 0 or config.pass_on == "after_norm"
-                parts = module.layer, module.norm, module.hnorm
-                start_from_target(*parts, kind, target, normed=normed)
-        head.to(target.device).bind(target.readout)
-        return head
 
     @property
     def native(self) -> bool:

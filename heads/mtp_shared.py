@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spectrain.core.batch import Batch
 from spectrain.core.readout import Readout
 from spectrain.heads import scoring, vocab
-from spectrain.heads.base import DraftHead, HeadConfig, Objective
+from spectrain.heads.base import DraftHead, HeadConfig, Objective, TargetFacts
 from spectrain.heads.linear_loss import linear_cross_entropy
 from spectrain.heads.mtp_module import LayerKind
 
@@ -56,10 +56,15 @@ class MtpHead(DraftHead):
         self._first: bool | None = None
 
     @staticmethod
-    def vocabulary(size: int | None, target: Any, token_counts: Tensor) -> Tensor:
-        """Ids [D] of the draft vocabulary; by default everything the target can say, for the
-        output layer is there anyway."""
-        return vocab.choose(size or target.readout.usable, target, token_counts)
+    def sizes(size: int | None, target: Any) -> dict[str, Any]:
+        """What both kinds take over from a core.target.Target. Draft vocabulary: by default
+        everything the target can say, for the output layer is there anyway."""
+        return {
+            "vocab_size": target.readout.vocab_size,
+            "draft_vocab_size": vocab.size_of(size, target),
+            "layer": LayerKind.of(target.config),
+            "target": TargetFacts.of(target),
+        }
 
     @abstractmethod
     def norm_of(self, step: int) -> nn.Module:
