@@ -28,6 +28,7 @@ from spectrain.core.errors import SpectrainError
 from spectrain.core.readout import Readout
 from spectrain.heads import vocab
 from spectrain.heads.tree import TreeDefaults
+from spectrain.heads.work import Shape, Work
 
 
 class TargetFacts(BaseModel):
@@ -230,6 +231,11 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def objective(self, batch: Batch) -> Objective:
         """Loss sums of a micro-batch."""
+
+    @abstractmethod
+    def work(self, shape: Shape) -> Work:
+        """What a forward and backward of a micro-batch asks for; nothing but shapes is looked at,
+        so that it can be asked of an `outline`."""
 
     @abstractmethod
     def weights(self, progress: float) -> list[float]:

@@ -34,16 +34,16 @@ from spectrain.core.readout import Readout
 from spectrain.heads import draft_init, scoring, vocab
 from spectrain.heads.base import DraftHead, HeadConfig, Objective, TargetFacts, Unrolled
 from spectrain.heads.draft_config import (
+    CHUNK,
     DEFAULT_LAYERS,
     DEFAULT_STEPS,
     LONGEST_DRAFT,
     DraftConfig,
     DraftOptions,
 )
+from spectrain.heads.draft_work import draft_work
 from spectrain.heads.tokenizers import require_same
-
-# Logits (rows × D) that exist at one time in training; more are computed part by part.
-_CHUNK = 1 << 24
+from spectrain.heads.work import Shape, Work
 
 
 @dataclass
@@ -205,6 +205,9 @@ class DraftModelHead(DraftHead):
             return logits
         return torch.tanh(logits / self._softcap) * self._softcap
 
+    def work(self, shape: Shape) -> Work:
+        return draft_work(self, shape)
+
     def counts(self, batch: Batch) -> Tensor:
         return scoring.taught_counts(self, batch, 1)
 
@@ -213,7 +216,7 @@ class DraftModelHead(DraftHead):
         (unrolled,) = self.unroll(batch, 1)
         step = parts.step(unrolled)
         last = batch.last.flatten(0, 1)[step.rows]  # [R, Ht]
-        size = max(1, _CHUNK // self.config.draft_vocab_size)
+        size = max(1, CHUNK // self.config.draft_vocab_size)
         pieces = list(
             zip(*(t.split(size) for t in (unrolled.hidden, last, step.taught)), strict=True)
         )

@@ -27,9 +27,11 @@ from spectrain.core.readout import Readout
 from spectrain.heads import eagle1_init, scoring, vocab
 from spectrain.heads.base import HeadConfig, Objective, TargetFacts
 from spectrain.heads.eagle_layer import EagleConfig, EntryLayer, sizes_of
+from spectrain.heads.eagle_work import eagle1_work
 from spectrain.heads.linear_loss import linear_cross_entropy
 from spectrain.heads.noise import document_lengths, document_noise
 from spectrain.heads.recurrent import RecurrentHead
+from spectrain.heads.work import Shape, Work
 
 _NOISE_LENGTH = 512  # published: noise is scaled by 512 / length of the row
 
@@ -139,6 +141,9 @@ class Eagle1Head(RecurrentHead):
             # The target's own layer may be laid out for the CPU's kernels.
             return self.readout.logits(hidden)[..., : len(weight)]
         return self.readout.cap(fast_linear(hidden, weight, bias))
+
+    def work(self, shape: Shape) -> Work:
+        return eagle1_work(self, shape)
 
     def counts(self, batch: Batch) -> Tensor:
         return scoring.taught_counts(self, batch, self.config.steps)

@@ -24,6 +24,7 @@ from spectrain.heads.eagle_layer import (
     PairLayer,
     sizes_of,
 )
+from spectrain.heads.eagle_work import eagle3_work
 from spectrain.heads.in_parts import total_in_parts
 from spectrain.heads.layers import RMSNorm
 from spectrain.heads.linear_loss import linear_cross_entropy, linear_row_loss
@@ -31,6 +32,7 @@ from spectrain.heads.losses import ROW_LOSSES, RowLoss
 from spectrain.heads.noise import document_noise
 from spectrain.heads.recurrent import RecurrentHead
 from spectrain.heads.unrolled_loss import UnrolledLoss
+from spectrain.heads.work import Shape, Work
 
 AuxLayers = tuple[int, ...]
 
@@ -154,6 +156,9 @@ class Eagle3Head(RecurrentHead):
 
     def logits(self, hidden: Tensor, step: int) -> Tensor:
         return self.lm_head(self.norm(hidden))
+
+    def work(self, shape: Shape) -> Work:
+        return eagle3_work(self, shape)
 
     def counts(self, batch: Batch) -> Tensor:
         return scoring.taught_counts(self, batch, self.config.steps)

@@ -27,6 +27,7 @@ from spectrain.core.fast_linear import Linear
 from spectrain.heads import scoring, vocab
 from spectrain.heads.base import DraftHead, HeadConfig, Objective, TargetFacts, Unrolled
 from spectrain.heads.linear_loss import linear_cross_entropy
+from spectrain.heads.work import Product, Shape, Work, row_loss_work
 
 
 class MedusaOptions(BaseModel):
@@ -138,6 +139,30 @@ class MedusaHead(DraftHead):
 
     def logits(self, hidden: Tensor, step: int) -> Tensor:
         return self.readout.cap(self.heads[step][-1](hidden))
+
+    def work(self, shape: Shape) -> Work:
+        """Head k works on its own anchors; nothing of one is used by another."""
+        config = self.config
+        hidden, size, soft = config.hidden_size, config.draft_vocab_size, config.loss == "soft"
+        result = Work()
+        for step in range(config.steps):
+            rows = shape.anchors(step)
+            # The first block that learns has no one to hand a gradient to.
+            passes = [3 if shape.live or block else 2 for block in range(config.layers)]
+            enters = shape.live or config.layers > 0
+            result += Work(
+                tuple(Product("blocks", rows, hidden, hidden, one) for one in passes),
+                numbers=rows * hidden * (4 + 14 * config.layers),
+                kept=rows * hidden * (enters + 2 * config.layers),
+            )
+            result += row_loss_work(
+                shape, [rows], hidden, size, learns=True, soft=soft, enters=enters
+            )
+        if soft:
+            rows = shape.anchors(0)
+            teacher = Product("teacher", rows, config.target.hidden_size, size, 1)
+            result += Work((teacher,), numbers=6 * rows * size, kept=1.3 * rows * size)
+        return result
 
     def counts(self, batch: Batch) -> Tensor:
         return scoring.taught_counts(self, batch, self.config.steps, self._labels(batch))

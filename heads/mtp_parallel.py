@@ -32,6 +32,7 @@ from spectrain.heads.mtp_module import (
     start_from_target,
 )
 from spectrain.heads.mtp_shared import MtpConfig, MtpHead, MtpOptions
+from spectrain.heads.work import NORM, Shape, Work, decoder_layer
 
 
 class MtpParallelOptions(MtpOptions):
@@ -82,7 +83,7 @@ class MtpParallelHead(MtpHead):
         super().__init__(config)
         builder = LayerBuilder(config.layer)
         self.heads = nn.ModuleList(ParallelLayer(builder, index) for index in range(config.steps))
-        self._rotary = builder.rotary()
+        self._rotary, self._layer_config = builder.rotary(), builder.config
 
     @classmethod
     def create(
@@ -119,6 +120,16 @@ class MtpParallelHead(MtpHead):
         for step in range(steps):
             out = self.heads[step](self._rotary, hidden, positions, plan)
             yield Unrolled(step, out.flatten(0, 1)[anchors], anchors)
+
+    def work(self, shape: Shape) -> Work:
+        hidden = self.config.target.hidden_size
+        entry = Work(numbers=shape.tokens * NORM * hidden, kept=shape.tokens * 2 * hidden)
+        result = self.loss_work(shape)
+        for head in self.heads:
+            result += entry + decoder_layer(
+                head.layer, self._layer_config, shape.tokens, shape.pairs, shape.length
+            )
+        return result
 
     def weights(self, progress: float) -> list[float]:
         return [1.0] * self.config.steps

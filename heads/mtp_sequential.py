@@ -36,6 +36,7 @@ from spectrain.heads.mtp_module import (
 from spectrain.heads.mtp_native import Native, put_back
 from spectrain.heads.mtp_recurrence import RecurrentState
 from spectrain.heads.mtp_shared import MtpConfig, MtpHead, MtpOptions
+from spectrain.heads.work import NORM, Product, Shape, Work, decoder_layer, masked
 
 # A module that feeds itself goes on beyond the steps it learnt; guesses get worse and worse.
 LONGEST_DRAFT = 16
@@ -88,6 +89,7 @@ class MtpSequentialHead(MtpHead):
         count = 1 if config.shared else config.steps
         self.chain = nn.ModuleList(MtpModule(builder, index) for index in range(count))
         self._parts = Modules(self.chain, builder.rotary(), config.pass_on == "after_norm")
+        self._layer_config = builder.config
         self._face = mtp_recurrence if config.shared else mtp_chain
 
     # ── making one ───────────────────────────────────────────────────────────
@@ -146,6 +148,26 @@ class MtpSequentialHead(MtpHead):
 
     def unroll(self, batch: Batch, steps: int) -> Iterator[Unrolled]:
         return self._face.unroll(self._parts, self.readout, batch, steps)
+
+    def work(self, shape: Shape) -> Work:
+        """Modules of a chain read every row. One that feeds itself reads all rows at step 0, and
+        then the anchors, which look at all rows of step 0 and all anchors of later steps."""
+        config, result = self.config, self.loss_work(shape)
+        hidden, most = config.target.hidden_size, shape.most_anchors
+        for step in range(config.steps):
+            rows, pairs, keys = shape.tokens, shape.pairs, shape.length
+            if config.shared:
+                keys += step * most
+                rows = shape.rows * most if step else rows
+                pairs = rows * keys  # by a mask, which is made for all of them
+                result += masked(pairs, self._layer_config)
+            module = self.chain[0 if config.shared else step]
+            result += decoder_layer(module.layer, self._layer_config, rows, pairs, keys) + Work(
+                (Product("eh_proj", rows, 2 * hidden, hidden),),
+                numbers=rows * hidden * (2 * NORM - 10),
+                kept=rows * hidden * 5,
+            )
+        return result
 
     def weights(self, progress: float) -> list[float]:
         config = self.config

@@ -19,6 +19,7 @@ from spectrain.heads import scoring, vocab
 from spectrain.heads.base import DraftHead, HeadConfig, Objective, TargetFacts
 from spectrain.heads.linear_loss import linear_cross_entropy
 from spectrain.heads.mtp_module import LayerKind
+from spectrain.heads.work import NORM, Product, Shape, Work, row_loss_work
 
 
 class MtpOptions(BaseModel):
@@ -107,6 +108,19 @@ class MtpHead(DraftHead):
 
     def _labels(self, batch: Batch) -> Tensor | None:
         return scoring.next_tokens(batch) if self.config.loss == "ce" else None
+
+    def loss_work(self, shape: Shape) -> Work:
+        """Of all steps: the norm before the output layer, that layer, which learns where its
+        target does, and its teacher."""
+        config = self.config
+        each = [shape.anchors(step) for step in range(config.steps)]
+        rows = sum(each)
+        hidden, size = config.target.hidden_size, config.draft_vocab_size
+        soft, learns = config.loss == "soft", self.readout.weight.requires_grad
+        teacher = (Product("teacher", rows, hidden, size, 1),) if soft else ()
+        return row_loss_work(shape, each, hidden, size, learns=learns, soft=soft) + Work(
+            teacher, numbers=rows * hidden * (NORM + 12), kept=rows * hidden * 3
+        )
 
     def counts(self, batch: Batch) -> Tensor:
         return scoring.taught_counts(self, batch, self.config.steps, self._labels(batch))
