@@ -18,7 +18,7 @@ from spectrain.core.target import Target
 UNREAD = "shapes alone"  # in the place of a fingerprint, which is made of the weights
 
 
-class _NoTokenizer:
+class NoTokenizer:
     """Stands in where a folder holds a configuration and no tokenizer: every row is a token."""
 
     eos_token_id, all_special_ids = None, ()
@@ -38,14 +38,19 @@ def outline(name: str) -> Target:
     if adapter.is_adapter(source):
         return outline(adapter.base_name(Path(source)))
     with models.load_errors(name):
-        config = AutoConfig.from_pretrained(source)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
-    return Target(model, _tokenizer(source, config), name, UNREAD)
+        return outline_of(AutoConfig.from_pretrained(source), name, _tokenizer(source))
 
 
-def _tokenizer(source: str, config: Any) -> Any:
+def outline_of(config: Any, name: str, tokenizer: Any = None) -> Target:
+    """The shapes of the model that a configuration of `transformers` describes."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    rows = config.get_text_config(decoder=True).vocab_size
+    return Target(model, tokenizer or NoTokenizer(rows), name, UNREAD)
+
+
+def _tokenizer(source: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError):
-        return _NoTokenizer(config.get_text_config(decoder=True).vocab_size)
+        return None

@@ -37,8 +37,8 @@ def rows_of(head: Any, shape: Shape) -> tuple[int, int]:
 
 
 def stack_work(head: Any, shape: Shape, calls: int) -> Work:
-    """Its decoder layers over all steps, without what comes before and behind them, taken in `calls`
-    pieces; `kept` of step 0 at every position alone."""
+    """Its decoder layers over all steps, without what is before and behind them, in `calls` pieces;
+    `kept` of step 0 at every position alone."""
     config, (first, later), every = head.config, rows_of(head, shape), shape.tokens
     hidden, wide = config.hidden_size, config.intermediate_size
     query = config.num_attention_heads * config.head_dim

@@ -1,4 +1,4 @@
-"""How fast this machine is at the products, the attention and the passes that a training is made of.
+"""How fast this machine is at the products, attention and passes that a training is made of.
 
 Each distinct shape of a `Work` is run a few times on random values, by the code that training runs,
 forward and backward. Large shapes are cut down to what is as fast and takes a fraction of a second.
@@ -58,13 +58,10 @@ class Speeds:
     def _of(self, one: Product | Attention) -> float:
         if isinstance(one, Product):
             rows = _power(min(_ROWS, one.rows / one.calls))
-            return self._product(
-                rows, min(_WIDTH, one.inputs), min(_WIDTH, one.outputs), one.passes
-            )
-        places = min(_PLACES, max(16, one.length))
-        return self._attention(
-            one.heads, one.groups, one.key, one.value, places, one.own, one.passes
-        )
+            sizes = min(_WIDTH, one.inputs), min(_WIDTH, one.outputs)
+            return self._product(rows, *sizes, one.passes)
+        sizes = one.heads, one.groups, one.key, one.value, min(_PLACES, max(16, one.length))
+        return self._attention(*sizes, one.own, one.passes)
 
     # ── measurements, each a rate ────────────────────────────────────────────
 
