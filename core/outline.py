@@ -30,21 +30,25 @@ class NoTokenizer:
         return self._rows
 
 
-def outline(name: str) -> Target:
+def outline(name: str, dtype: torch.dtype | None = None) -> Target:
     """The shapes of target `name`: an embedded name, a hub id, or a folder in which a config.json
     is enough. An adapter has those of its base. Raises SpectrainError when there is none, or of an
-    architecture that is not supported."""
+    architecture that is not supported. dtype: None for the checkpoint's own."""
     source = models.resolve(name)
     if adapter.is_adapter(source):
-        return outline(adapter.base_name(Path(source)))
+        return outline(adapter.base_name(Path(source)), dtype)
     with models.load_errors(name):
-        return outline_of(AutoConfig.from_pretrained(source), name, _tokenizer(source))
+        return outline_of(AutoConfig.from_pretrained(source), name, _tokenizer(source), dtype)
 
 
-def outline_of(config: Any, name: str, tokenizer: Any = None) -> Target:
+def outline_of(
+    config: Any, name: str, tokenizer: Any = None, dtype: torch.dtype | None = None
+) -> Target:
     """The shapes of the model that a configuration of `transformers` describes."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention.NAME, dtype=dtype or config.dtype
+        )
     rows = config.get_text_config(decoder=True).vocab_size
     return Target(model, tokenizer or NoTokenizer(rows), name, UNREAD)
 

@@ -154,6 +154,16 @@ class Work:
             self.early + other.early,
         )
 
+    def scaled(self, share: float) -> Work:
+        """So much of it, with all that it holds: what is done in a share of the steps."""
+        products = tuple(
+            replace(one, rows=one.rows * share, calls=one.calls * share)
+            if isinstance(one, Product)
+            else replace(one, pairs=one.pairs * share)
+            for one in self.products
+        )
+        return replace(self, products=products, numbers=self.numbers * share)
+
     @property
     def flops(self) -> dict[str, float]:
         """By part."""

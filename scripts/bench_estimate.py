@@ -142,7 +142,7 @@ class Trial:
         del target, model
         lengths = [(options.length, round(options.share * options.length))] * options.batch
         self.step_told = estimate.steps_of(lengths, self.settings, 1, "cpu")[0]
-        self.told, self.outline = told, outline
+        self.told = told
         self.batch = _batch(config, lengths, len(self.head.needs.aux_layers))
         counts = self.head.counts(self.batch)
         self.scale = torch.tensor(self.head.weights(0.5)) / counts.clamp(min=1)
@@ -200,7 +200,7 @@ def measure_memory(options: argparse.Namespace) -> dict[str, float]:
     from spectrain.trainer import estimate
 
     trial = Trial(options)
-    memory = estimate.memory_of(trial.told, trial.outline, [trial.step_told], trial.settings)
+    memory = estimate.memory_of(trial.told, [trial.step_told], trial.settings)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _status("VmRSS")
     trial.step()
