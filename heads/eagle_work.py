@@ -6,6 +6,7 @@ in layers below the last at every position, too. Later steps work on anchors alo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -21,6 +22,7 @@ from spectrain.heads.work import (
     Product,
     Shape,
     Work,
+    layer_kept,
     row_loss_work,
     trained,
 )
@@ -64,15 +66,18 @@ def stack_work(head: Any, shape: Shape, calls: int) -> Work:
         numbers += held * TURN * keys
         kept += every * 2 * keys
         if not last:
-            kept += every * row_kept(config)
-    return Work(tuple(products), numbers, kept)
+            turned = query + keys
+            kept += every * layer_kept(hidden, wide, turned)
+    return Work(tuple(products), numbers, kept=kept)
 
 
-def row_kept(config: Any) -> float:
-    """Numbers that one row of one layer keeps at a step."""
+def row_kept(head: Any) -> float:
+    """Numbers that one row keeps at a step, in all layers."""
+    config = head.config
     turned = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     hidden, wide = config.hidden_size, config.intermediate_size
-    return KEPT_HIDDEN * hidden + KEPT_WIDE * wide + KEPT_TURNED * turned
+    first = KEPT_HIDDEN * hidden + KEPT_WIDE * wide + KEPT_TURNED * turned
+    return first + (len(head.stack) - 1) * layer_kept(hidden, wide, turned)
 
 
 def eagle3_work(head: Any, shape: Shape) -> Work:
@@ -90,12 +95,13 @@ def eagle3_work(head: Any, shape: Shape) -> Work:
     parts = max(1, -(-first // max(1, (CPU_ROWS if cpu else GPU_ROWS) // steps)))
     entry = 2 * NORM * hidden + 4 * 2 * hidden  # two norms, side by side
     numbers = (shape.tokens + later) * entry + total * NORM * hidden
-    numbers += (18 if plain else 56) * total * size + 8 * trained(head)
+    numbers += 8 * trained(head)
+    scored = (18 if plain else 56) * total * size
     kept = shape.tokens * 6 * hidden + head.reduced * hidden * size
-    kept += -(-first // parts) * steps * row_kept(config) * len(head.stack)
+    kept += -(-first // parts) * steps * row_kept(head)
     moment = min(chunk, total) * size * (2.3 if plain else 3.3)
     return stack_work(head, shape, steps * parts) + Work(
-        products, numbers, kept, moment, early=trained(head)
+        products, numbers, scored, kept, moment, early=trained(head)
     )
 
 
@@ -110,8 +116,8 @@ def eagle1_work(head: Any, shape: Shape) -> Work:
     products = (
         Product("fc", shape.tokens, both, hidden, 3 if shape.live else 2),
         Product("fc", later, both, hidden),
-        Product("teacher", total, config.target.hidden_size, size, 1),
+        replace(loss.products[0], part="teacher", inputs=config.target.hidden_size, passes=1),
     )
     numbers = (shape.tokens * 37 + later * 12 + total * 30) * hidden
-    kept = (shape.tokens + later) * (both + hidden) + total * row_kept(config)
-    return stack_work(head, shape, config.steps) + loss + Work(products, numbers, kept)
+    kept = (shape.tokens + later) * (both + hidden) + total * row_kept(head)
+    return stack_work(head, shape, config.steps) + loss + Work(products, numbers, kept=kept)

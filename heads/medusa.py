@@ -161,7 +161,7 @@ class MedusaHead(DraftHead):
         if soft:
             rows = shape.anchors(0)
             teacher = Product("teacher", rows, config.target.hidden_size, size, 1)
-            result += Work((teacher,), numbers=6 * rows * size, kept=1.3 * rows * size)
+            result += Work((teacher,), scored=6 * rows * size, kept=1.3 * rows * size)
         return result
 
     def counts(self, batch: Batch) -> Tensor:

@@ -6,6 +6,7 @@ R rows, H hidden, D draft vocabulary, V vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,7 +20,7 @@ from spectrain.heads import scoring, vocab
 from spectrain.heads.base import DraftHead, HeadConfig, Objective, TargetFacts
 from spectrain.heads.linear_loss import linear_cross_entropy
 from spectrain.heads.mtp_module import LayerKind
-from spectrain.heads.work import NORM, Product, Shape, Work, row_loss_work
+from spectrain.heads.work import NORM, Shape, Work, row_loss_work
 
 
 class MtpOptions(BaseModel):
@@ -117,9 +118,10 @@ class MtpHead(DraftHead):
         rows = sum(each)
         hidden, size = config.target.hidden_size, config.draft_vocab_size
         soft, learns = config.loss == "soft", self.readout.weight.requires_grad
-        teacher = (Product("teacher", rows, hidden, size, 1),) if soft else ()
-        return row_loss_work(shape, each, hidden, size, learns=learns, soft=soft) + Work(
-            teacher, numbers=rows * hidden * (NORM + 12), kept=rows * hidden * 3
+        loss = row_loss_work(shape, each, hidden, size, learns=learns, soft=soft)
+        teacher = replace(loss.products[0], part="teacher", passes=1)
+        return loss + Work(
+            (teacher,) if soft else (), numbers=rows * hidden * (NORM + 12), kept=rows * hidden * 3
         )
 
     def counts(self, batch: Batch) -> Tensor:

@@ -134,6 +134,7 @@ class Work:
     """One micro-batch, forward and backward.
 
     numbers: what passes through elementwise operations, read and written
+    scored: the same of logits: softmax, choice, loss and its gradient
     kept: numbers held between forward and backward, beside parameters and the batch
     moment: numbers held beside them at the worst moment (logits, say)
     early: numbers of gradients that are made in the forward already
@@ -141,6 +142,7 @@ class Work:
 
     products: tuple[Product | Attention, ...] = ()
     numbers: float = 0.0
+    scored: float = 0.0
     kept: float = 0.0
     moment: float = 0.0
     early: float = 0.0
@@ -149,6 +151,7 @@ class Work:
         return Work(
             self.products + other.products,
             self.numbers + other.numbers,
+            self.scored + other.scored,
             self.kept + other.kept,
             max(self.moment, other.moment),
             self.early + other.early,
@@ -162,7 +165,8 @@ class Work:
             else replace(one, pairs=one.pairs * share)
             for one in self.products
         )
-        return replace(self, products=products, numbers=self.numbers * share)
+        passes = {"numbers": self.numbers * share, "scored": self.scored * share}
+        return replace(self, products=products, **passes)
 
     @property
     def flops(self) -> dict[str, float]:
@@ -175,7 +179,7 @@ class Work:
     def forward_alone(self) -> Work:
         """The same without a gradient: a third of the passes, nothing kept."""
         products = tuple(replace(one, passes=1) for one in self.products)
-        return Work(products, self.numbers / 3, 0.0, self.moment)
+        return Work(products, self.numbers / 3, self.scored / 3, moment=self.moment)
 
 
 def linears(
@@ -273,11 +277,12 @@ def row_loss_work(
     taught by distributions; enters: a gradient goes on to what the layer reads."""
     chunk = min(CPU_CHUNK if shape.device == "cpu" else GPU_CHUNK, max(rows) * size)
     total = sum(rows)
-    calls = -(-total * size // chunk) if chunk else 1
+    calls = max(1, -(-total * size // max(1, chunk)))
     product = Product("vocabulary", total, hidden, size, 1 + enters + learns, calls)
     return Work(
         (product,),
-        numbers=total * size * (SOFT if soft else HARD) + 5 * hidden * size * learns * len(rows),
+        numbers=5 * hidden * size * learns * len(rows),
+        scored=total * size * (SOFT if soft else HARD),
         kept=total * hidden * enters,
         moment=chunk * (3 if soft else 2),
         early=hidden * size * learns * len(rows),

@@ -151,6 +151,12 @@ class Trial:
         for value in self.learnt:  # the optimiser's own tensors are made in its first step
             value.grad = torch.zeros_like(value)
         self._update()
+        self.small = _batch(config, [(16, 12)], len(self.head.needs.aux_layers))
+
+    def warm(self) -> None:
+        """Code that is loaded is no memory of a step."""
+        self.head(self.small, self.scale).total.backward()
+        self._update()
 
     def step(self) -> None:
         self.head(self.batch, self.scale).total.backward()
@@ -201,6 +207,7 @@ def measure_memory(options: argparse.Namespace) -> dict[str, float]:
 
     trial = Trial(options)
     memory = estimate.memory_of(trial.told, [trial.step_told], trial.settings)
+    trial.warm()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _status("VmRSS")
     trial.step()

@@ -88,7 +88,7 @@ def work_of(
     if asked is not None:
         rows, size = shape.predicting, asked.vocab_size
         work += decoder(asked.decoder, shape, "target").forward_alone() + Work(
-            (Product("target", rows, asked.hidden_size, size, 1),), numbers=rows * size
+            (Product("target", rows, asked.hidden_size, size, 1),), scored=rows * size
         )
     return work
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from spectrain.core.fast_linear import fast_linear
 from spectrain.heads.layers import RMSNorm
+from spectrain.heads.linear_loss import CPU_CHUNK, GPU_CHUNK
 from spectrain.heads.ttt_attention import Anchors, ttt_attention
 from spectrain.heads.work import NORM, Attention, Product, Work
 
@@ -36,7 +37,7 @@ class Speeds:
     ) -> None:
         self.device, self.bf16, self.clock = torch.device(device), bf16, clock
         self._product, self._attention = cache(self._product), cache(self._attention)
-        self._pass = cache(self._pass)
+        self._pass, self._scores = cache(self._pass), cache(self._scores)
 
     def seconds(self, work: Work) -> float:
         return sum(self.by_part(work).values())
@@ -48,7 +49,7 @@ class Speeds:
             if one.flops:
                 speed = self._of(one)
                 found[one.part] = found.get(one.part, 0.0) + one.flops / speed
-        found["elementwise"] = work.numbers / self._pass()
+        found["elementwise"] = work.numbers / self._pass() + work.scored / self._scores()
         return found
 
     def product(self) -> float:
@@ -115,6 +116,21 @@ class Speeds:
             torch.autograd.grad(norm(x), [x, norm.weight], above)
 
         return NORM * x.numel() / self._timed(run)
+
+    def _scores(self) -> float:
+        """Numbers a second through what a loss does with a chunk of logits."""
+        numbers = CPU_CHUNK if self.device.type == "cpu" else GPU_CHUNK
+        logits = torch.randn(numbers >> 13, 1 << 13, device=self.device)
+        kept = torch.ones(len(logits), 1, dtype=torch.bool, device=self.device)
+
+        @torch.no_grad()
+        def run() -> None:
+            logits.argmax(-1)
+            own, teacher = logits.log_softmax(-1), logits.softmax(-1)
+            torch.where(kept, (teacher * own).sum(-1, keepdim=True), 0).sum()
+            own.exp_().sub_(teacher).masked_fill_(~kept, 0)
+
+        return 16 * logits.numel() / self._timed(run)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
