@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import spectrain
-from spectrain.commands import generate, inspect, measure, prepare, train
+from spectrain.commands import estimate, generate, inspect, measure, prepare, train
 from spectrain.core import environment
 
 app = typer.Typer(
@@ -43,6 +43,7 @@ for command in (
     inspect.inspect,
     prepare.verify_data,
     measure.draft_vocab,
+    estimate.estimate,
     train.train_eagle,
     train.train_medusa,
     train.train_mtp,

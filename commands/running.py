@@ -13,10 +13,17 @@ from spectrain.core.failures import one_line_errors
 GO_ON = ("prepare", "train", "compare")  # verbs that go on where they were interrupted
 
 
-def run(recipe: str, verb: str, config_class: str, given: Mapping[str, Any]) -> None:
+def run(
+    recipe: str,
+    verb: str,
+    config_class: str,
+    given: Mapping[str, Any],
+    section: str | None = None,
+) -> None:
     """Run `spectrain.recipes.<recipe>`, print and write its report.
 
-    given: the command's parameters by name; None or empty where a flag was not given. A report
+    given: the command's parameters by name; None or empty where a flag was not given. section: of a
+    configuration file that is read, the verb's own if there is nothing else to say. A report
     that tells of a `failure` is printed and written all the same; then the command fails with it.
     """
     flags = dict(given)
@@ -31,7 +38,7 @@ def run(recipe: str, verb: str, config_class: str, given: Mapping[str, Any]) -> 
             require_writable(json)  # now, not after hours of work
         module = importlib.import_module(f"spectrain.recipes.{recipe}")
         model = getattr(module, config_class)
-        report = module.run(load_config(model, verb, file, overrides or [], flags))
+        report = module.run(load_config(model, section or verb, file, overrides or [], flags))
         finish(report, json, getattr(module, "render", None))
         if report.get("failure"):
             raise RunFailed(report["failure"])

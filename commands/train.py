@@ -178,12 +178,17 @@ def _train(choice: Choice, given: Mapping[str, Any]) -> None:
     flags = dict(given)
     value = flags.pop(choice.flag, None)
     with one_line_errors():
-        overrides = list(flags["set_"] or ())
-        if flags["steps"] is not None and not any(o.startswith("epochs") for o in overrides):
-            overrides.append("epochs=null")  # --steps replaces the epochs of a configuration
-        flags["set_"] = overrides
+        flags["set_"] = without_epochs(flags["steps"], flags["set_"])
         flags |= _chosen(choice, value, flags)
     running.run("train", "train", "TrainConfig", flags)
+
+
+def without_epochs(steps: int | None, overrides: list[str] | None) -> list[str]:
+    """--set texts with which --steps replaces the epochs of a configuration."""
+    found = list(overrides or ())
+    if steps is not None and not any(text.startswith("epochs") for text in found):
+        found.append("epochs=null")
+    return found
 
 
 def _chosen(choice: Choice, value: str | None, given: Mapping[str, Any]) -> dict[str, str]:

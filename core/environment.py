@@ -87,6 +87,24 @@ def describe(device: Any = "cpu") -> dict[str, Any]:
     }
 
 
+def free_memory(device: Any = "cpu") -> int:
+    """Bytes that a process may still take: of a GPU, or of the machine within the limit that a
+    container sets."""
+    import psutil
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = psutil.virtual_memory().available
+    try:
+        folder = Path("/sys/fs/cgroup")
+        limit, used = (int((folder / f"memory.{part}").read_text()) for part in ("max", "current"))
+    except (OSError, ValueError):  # no such control, or "max": no limit
+        return free
+    return min(free, max(0, limit - used))
+
+
 def peak_rss_mb() -> float:
     """The most memory this process ever held resident, in MB (10^6 bytes)."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -28,6 +28,7 @@ from spectrain.core.errors import SpectrainError
 from spectrain.core.readout import Readout
 from spectrain.heads import vocab
 from spectrain.heads.tree import TreeDefaults
+from spectrain.heads.work import Shape, Work
 
 
 class TargetFacts(BaseModel):
@@ -137,6 +138,18 @@ class DraftHead(nn.Module, ABC):
         supervised, for the draft vocabulary.
         """
 
+    @classmethod
+    @abstractmethod
+    def configure(cls, options: Any, target: Any) -> HeadConfig:
+        """The config of a new head for `target`, of which nothing but shapes is looked at."""
+
+    @classmethod
+    def outline(cls, options: Any, target: Any) -> DraftHead:
+        """A new head without values, on the meta device: its parameters can be counted."""
+        config = cls.configure(options, target)
+        with torch.device("meta"):
+            return cls(config).bind(target.readout)
+
     def bind(self, readout: Readout) -> DraftHead:
         """Share the target's embedding and output layer."""
         if readout.vocab_size != self.config.vocab_size:
@@ -218,6 +231,11 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def objective(self, batch: Batch) -> Objective:
         """Loss sums of a micro-batch."""
+
+    @abstractmethod
+    def work(self, shape: Shape) -> Work:
+        """What a forward and backward of a micro-batch asks for; nothing but shapes is looked at,
+        so that it can be asked of an `outline`."""
 
     @abstractmethod
     def weights(self, progress: float) -> list[float]:

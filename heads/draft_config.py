@@ -11,6 +11,9 @@ from spectrain.heads.base import HeadConfig
 # It goes on as long as one likes; the bound is that of the evaluation.
 LONGEST_DRAFT = 64
 DEFAULT_STEPS = 4
+DEFAULT_LAYERS = 2
+# Logits (rows × D) that exist at one time in training; more are computed part by part.
+CHUNK = 1 << 24
 
 
 class DraftOptions(BaseModel):

@@ -53,8 +53,8 @@ def build(content: dict[str, Any]) -> nn.Module:
         ) from error
 
 
-def layers_of(target: Any, count: int) -> nn.Module:
-    """A model of `count` of the target's own layers, with its embedding, norm and output layer."""
+def description_of_layers(target: Any, count: int) -> dict[str, Any]:
+    """The `description` of a model of `count` of the target's own layers."""
     total = target.num_layers
     if not 1 <= count <= total:
         raise SpectrainError(
@@ -66,7 +66,13 @@ def layers_of(target: Any, count: int) -> nn.Module:
         if isinstance(value, list) and len(value) == total:  # one entry for each layer
             content[key] = [value[layer] for layer in chosen]
     content["num_hidden_layers"] = count
-    model = build(content)
+    return content
+
+
+def layers_of(target: Any, count: int) -> nn.Module:
+    """A model of `count` of the target's own layers, with its embedding, norm and output layer."""
+    model = build(description_of_layers(target, count))
+    chosen = chosen_layers(target.num_layers, count)
     try:
         model.get_decoder().load_state_dict(_renumbered(target.decoder.state_dict(), chosen))
     except RuntimeError as error:  # layers that differ in ways their config does not tell by layer

@@ -29,14 +29,21 @@ from spectrain.core.batch import Batch, Features, counted
 from spectrain.core.cache import KVCache, visible_slots
 from spectrain.core.errors import SpectrainError
 from spectrain.core.fast_linear import Linear, fast_linear
+from spectrain.core.outline import outline
 from spectrain.core.readout import Readout
 from spectrain.heads import draft_init, scoring, vocab
 from spectrain.heads.base import DraftHead, HeadConfig, Objective, TargetFacts, Unrolled
-from spectrain.heads.draft_config import DEFAULT_STEPS, LONGEST_DRAFT, DraftConfig, DraftOptions
+from spectrain.heads.draft_config import (
+    CHUNK,
+    DEFAULT_LAYERS,
+    DEFAULT_STEPS,
+    LONGEST_DRAFT,
+    DraftConfig,
+    DraftOptions,
+)
+from spectrain.heads.draft_work import draft_work
 from spectrain.heads.tokenizers import require_same
-
-# Logits (rows × D) that exist at one time in training; more are computed part by part.
-_CHUNK = 1 << 24
+from spectrain.heads.work import Shape, Work
 
 
 @dataclass
@@ -85,22 +92,22 @@ class DraftModelHead(DraftHead):
     @classmethod
     def create(cls, options: DraftOptions, target: Any, token_counts: Tensor) -> DraftModelHead:
         if options.model is None:
-            model = draft_init.layers_of(target, options.layers or 2)
+            model = draft_init.layers_of(target, options.layers or DEFAULT_LAYERS)
         else:
             source = draft_init.load(options.model, "head.model")
             require_same(source.tokenizer, target.tokenizer, options.model)
             model = source.model
-        config = DraftConfig(
-            steps=options.steps,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=min(target.readout.usable, len(model.get_output_embeddings().weight)),
-            target=TargetFacts.of(target),
-            model=draft_init.description(model),
-            tokens=len(target.tokenizer),
-            loss=options.loss,
-            train_embeddings=options.train_embeddings,
-        )
-        return cls(config, model).to(target.device).bind(target.readout)
+        return cls(_config(options, target, model), model).to(target.device).bind(target.readout)
+
+    @classmethod
+    def configure(cls, options: DraftOptions, target: Any) -> DraftConfig:
+        if options.model is None:
+            content = draft_init.description_of_layers(target, options.layers or DEFAULT_LAYERS)
+            with torch.device("meta"):
+                model = draft_init.build(content)
+        else:
+            model = outline(options.model).model
+        return _config(options, target, model)
 
     @classmethod
     def load(cls, name: str, where: str) -> DraftModelHead:
@@ -198,6 +205,9 @@ class DraftModelHead(DraftHead):
             return logits
         return torch.tanh(logits / self._softcap) * self._softcap
 
+    def work(self, shape: Shape) -> Work:
+        return draft_work(self, shape)
+
     def counts(self, batch: Batch) -> Tensor:
         return scoring.taught_counts(self, batch, 1)
 
@@ -206,7 +216,7 @@ class DraftModelHead(DraftHead):
         (unrolled,) = self.unroll(batch, 1)
         step = parts.step(unrolled)
         last = batch.last.flatten(0, 1)[step.rows]  # [R, Ht]
-        size = max(1, _CHUNK // self.config.draft_vocab_size)
+        size = max(1, CHUNK // self.config.draft_vocab_size)
         pieces = list(
             zip(*(t.split(size) for t in (unrolled.hidden, last, step.taught)), strict=True)
         )
@@ -312,3 +322,17 @@ class DraftModelHead(DraftHead):
             use_cache=False,
             plan=plan,
         ).last_hidden_state
+
+
+def _config(options: DraftOptions, target: Any, model: nn.Module) -> DraftConfig:
+    """Of a draft for `target` that starts as `model`."""
+    return DraftConfig(
+        steps=options.steps,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=min(target.readout.usable, len(model.get_output_embeddings().weight)),
+        target=TargetFacts.of(target),
+        model=draft_init.description(model),
+        tokens=len(target.tokenizer),
+        loss=options.loss,
+        train_embeddings=options.train_embeddings,
+    )

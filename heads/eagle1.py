@@ -27,9 +27,11 @@ from spectrain.core.readout import Readout
 from spectrain.heads import eagle1_init, scoring, vocab
 from spectrain.heads.base import HeadConfig, Objective, TargetFacts
 from spectrain.heads.eagle_layer import EagleConfig, EntryLayer, sizes_of
+from spectrain.heads.eagle_work import eagle1_work
 from spectrain.heads.linear_loss import linear_cross_entropy
 from spectrain.heads.noise import document_lengths, document_noise
 from spectrain.heads.recurrent import RecurrentHead
+from spectrain.heads.work import Shape, Work
 
 _NOISE_LENGTH = 512  # published: noise is scaled by 512 / length of the row
 
@@ -91,19 +93,22 @@ class Eagle1Head(RecurrentHead):
 
     @classmethod
     def create(cls, options: Any, target: Any, token_counts: Tensor) -> Self:
-        size = options.draft_vocab_size or target.readout.usable
-        ids = vocab.choose(size, target, token_counts)
-        config = cls.Config(
-            **options.model_dump(exclude={"init", "draft_vocab_size"}),
-            **sizes_of(target),
-            vocab_size=target.vocab_size,
-            draft_vocab_size=len(ids),
-            target=TargetFacts.of(target),
-        )
+        config = cls.configure(options, target)
+        ids = vocab.choose(config.draft_vocab_size, target, token_counts)
         head = cls(config)
         head.use_vocabulary(ids)
         eagle1_init.initialise(head, target, from_layer=options.init == "target")
         return head.to(target.device).bind(target.readout)
+
+    @classmethod
+    def configure(cls, options: Any, target: Any) -> Any:
+        return cls.Config(
+            **options.model_dump(exclude={"init", "draft_vocab_size"}),
+            **sizes_of(target),
+            vocab_size=target.vocab_size,
+            draft_vocab_size=vocab.size_of(options.draft_vocab_size, target),
+            target=TargetFacts.of(target),
+        )
 
     @property
     def stack(self) -> list[EntryLayer]:
@@ -136,6 +141,9 @@ class Eagle1Head(RecurrentHead):
             # The target's own layer may be laid out for the CPU's kernels.
             return self.readout.logits(hidden)[..., : len(weight)]
         return self.readout.cap(fast_linear(hidden, weight, bias))
+
+    def work(self, shape: Shape) -> Work:
+        return eagle1_work(self, shape)
 
     def counts(self, batch: Batch) -> Tensor:
         return scoring.taught_counts(self, batch, self.config.steps)

@@ -24,6 +24,7 @@ from spectrain.heads.eagle_layer import (
     PairLayer,
     sizes_of,
 )
+from spectrain.heads.eagle_work import eagle3_work
 from spectrain.heads.in_parts import total_in_parts
 from spectrain.heads.layers import RMSNorm
 from spectrain.heads.linear_loss import linear_cross_entropy, linear_row_loss
@@ -31,6 +32,7 @@ from spectrain.heads.losses import ROW_LOSSES, RowLoss
 from spectrain.heads.noise import document_noise
 from spectrain.heads.recurrent import RecurrentHead
 from spectrain.heads.unrolled_loss import UnrolledLoss
+from spectrain.heads.work import Shape, Work
 
 AuxLayers = tuple[int, ...]
 
@@ -106,19 +108,25 @@ class Eagle3Head(RecurrentHead):
 
     @classmethod
     def create(cls, options: Eagle3Options, target: Any, token_counts: Tensor) -> Eagle3Head:
-        ids = vocab.choose(options.draft_vocab_size, target, token_counts)
-        config = Eagle3Config(
-            **options.model_dump(exclude={"init", "draft_vocab_size", "aux_layers"}),
-            **sizes_of(target),
-            vocab_size=target.vocab_size,
-            draft_vocab_size=len(ids),
-            aux_layers=eagle3_init.aux_layers(options.aux_layers, target),
-            target=TargetFacts.of(target),
-        )
+        config = cls.configure(options, target)
+        ids = vocab.choose(config.draft_vocab_size, target, token_counts)
         head = cls(config)
         head.use_vocabulary(ids)
         eagle3_init.initialise(head, target, ids, from_layer=options.init == "target")
         return head.to(target.device).bind(target.readout)
+
+    @classmethod
+    def configure(cls, options: Eagle3Options, target: Any) -> Eagle3Config:
+        return Eagle3Config(
+            **options.model_dump(exclude={"init", "draft_vocab_size", "aux_layers"}),
+            **sizes_of(target),
+            vocab_size=target.vocab_size,
+            draft_vocab_size=vocab.size_of(
+                options.draft_vocab_size or min(vocab.DEFAULT_SIZE, target.readout.usable), target
+            ),
+            aux_layers=eagle3_init.aux_layers(options.aux_layers, target),
+            target=TargetFacts.of(target),
+        )
 
     @property
     def needs(self) -> Needs:
@@ -148,6 +156,9 @@ class Eagle3Head(RecurrentHead):
 
     def logits(self, hidden: Tensor, step: int) -> Tensor:
         return self.lm_head(self.norm(hidden))
+
+    def work(self, shape: Shape) -> Work:
+        return eagle3_work(self, shape)
 
     def counts(self, batch: Batch) -> Tensor:
         return scoring.taught_counts(self, batch, self.config.steps)

@@ -27,6 +27,7 @@ from spectrain.core.fast_linear import Linear
 from spectrain.heads import scoring, vocab
 from spectrain.heads.base import DraftHead, HeadConfig, Objective, TargetFacts, Unrolled
 from spectrain.heads.linear_loss import linear_cross_entropy
+from spectrain.heads.work import Product, Shape, Work, row_loss_work
 
 
 class MedusaOptions(BaseModel):
@@ -102,22 +103,10 @@ class MedusaHead(DraftHead):
 
     @classmethod
     def create(cls, options: MedusaOptions, target: Any, token_counts: Tensor) -> MedusaHead:
-        readout = target.readout
-        ids = vocab.choose(options.draft_vocab_size or readout.usable, target, token_counts)
+        readout, config = target.readout, cls.configure(options, target)
+        ids = vocab.choose(config.draft_vocab_size, target, token_counts)
         weight, bias = readout.rows(ids.to(readout.weight.device))
-        head = cls(
-            MedusaConfig(
-                steps=options.steps,
-                layers=options.layers,
-                step_decay=options.step_decay,
-                loss=options.loss,
-                vocab_size=readout.vocab_size,
-                draft_vocab_size=len(ids),
-                hidden_size=target.hidden_size,
-                output_bias=bias is not None,
-                target=TargetFacts.of(target),
-            )
-        )
+        head = cls(config)
         head.use_vocabulary(ids)
         with torch.no_grad():
             for own in head.heads:
@@ -125,6 +114,21 @@ class MedusaHead(DraftHead):
                 if bias is not None:
                     own[-1].bias.copy_(bias)
         return head.to(target.device).bind(readout)
+
+    @classmethod
+    def configure(cls, options: MedusaOptions, target: Any) -> MedusaConfig:
+        readout = target.readout
+        return MedusaConfig(
+            steps=options.steps,
+            layers=options.layers,
+            step_decay=options.step_decay,
+            loss=options.loss,
+            vocab_size=readout.vocab_size,
+            draft_vocab_size=vocab.size_of(options.draft_vocab_size, target),
+            hidden_size=target.hidden_size,
+            output_bias=readout.bias is not None,
+            target=TargetFacts.of(target),
+        )
 
     # ── training face ────────────────────────────────────────────────────────
 
@@ -135,6 +139,30 @@ class MedusaHead(DraftHead):
 
     def logits(self, hidden: Tensor, step: int) -> Tensor:
         return self.readout.cap(self.heads[step][-1](hidden))
+
+    def work(self, shape: Shape) -> Work:
+        """Head k works on its own anchors; nothing of one is used by another."""
+        config = self.config
+        hidden, size, soft = config.hidden_size, config.draft_vocab_size, config.loss == "soft"
+        result = Work()
+        for step in range(config.steps):
+            rows = shape.anchors(step)
+            # The first block that learns has no one to hand a gradient to.
+            passes = [3 if shape.live or block else 2 for block in range(config.layers)]
+            enters = shape.live or config.layers > 0
+            result += Work(
+                tuple(Product("blocks", rows, hidden, hidden, one) for one in passes),
+                numbers=rows * hidden * (4 + 14 * config.layers),
+                kept=rows * hidden * (enters + 2 * config.layers),
+            )
+            result += row_loss_work(
+                shape, [rows], hidden, size, learns=True, soft=soft, enters=enters
+            )
+        if soft:
+            rows = shape.anchors(0)
+            teacher = Product("teacher", rows, config.target.hidden_size, size, 1)
+            result += Work((teacher,), scored=6 * rows * size, kept=1.3 * rows * size)
+        return result
 
     def counts(self, batch: Batch) -> Tensor:
         return scoring.taught_counts(self, batch, self.config.steps, self._labels(batch))

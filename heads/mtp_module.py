@@ -78,12 +78,12 @@ class LayerBuilder:
                 fix="use a target of an architecture that transformers has, or another family",
             ) from None
         self._decoder = self._model.get_decoder()
-        self._config = self._decoder.config
-        self.hidden_size = self._config.hidden_size
+        self.config = self._decoder.config
+        self.hidden_size = self.config.hidden_size
 
     def layer(self, index: int) -> nn.Module:
         """A decoder layer with random weights; `index`: its layer in a cache."""
-        layer = type(self._decoder.layers[self.kind.source])(self._config, self.kind.source)
+        layer = type(self._decoder.layers[self.kind.source])(self.config, self.kind.source)
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = index
@@ -94,7 +94,7 @@ class LayerBuilder:
         return self._initialised(copy.deepcopy(self._decoder.norm).to_empty(device="cpu"))
 
     def rotary(self) -> RotaryTable:
-        config, decoder = self._config, self._decoder
+        config, decoder = self.config, self._decoder
         types = getattr(config, "layer_types", None)
         return RotaryTable(
             type(decoder.rotary_emb)(config), types[self.kind.source] if types else None

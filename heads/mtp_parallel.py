@@ -22,16 +22,17 @@ from torch import Tensor, nn
 from spectrain.core.attention import Plan
 from spectrain.core.batch import Batch, Features, counted
 from spectrain.core.cache import KVCache, visible_slots
-from spectrain.heads.base import TargetFacts, Unrolled
+from spectrain.heads import vocab
+from spectrain.heads.base import Unrolled
 from spectrain.heads.mtp_module import (
     LayerBuilder,
-    LayerKind,
     RotaryTable,
     check_layer,
     run_layer,
     start_from_target,
 )
 from spectrain.heads.mtp_shared import MtpConfig, MtpHead, MtpOptions
+from spectrain.heads.work import NORM, Shape, Work, decoder_layer
 
 
 class MtpParallelOptions(MtpOptions):
@@ -82,23 +83,16 @@ class MtpParallelHead(MtpHead):
         super().__init__(config)
         builder = LayerBuilder(config.layer)
         self.heads = nn.ModuleList(ParallelLayer(builder, index) for index in range(config.steps))
-        self._rotary = builder.rotary()
+        self._rotary, self._layer_config = builder.rotary(), builder.config
 
     @classmethod
     def create(
         cls, options: MtpParallelOptions, target: Any, token_counts: Tensor
     ) -> MtpParallelHead:
-        ids = cls.vocabulary(options.draft_vocab_size, target, token_counts)
-        kind = LayerKind.of(target.config)
+        config = cls.configure(options, target)
+        kind = config.layer
+        ids = vocab.choose(config.draft_vocab_size, target, token_counts)
         check_layer(LayerBuilder(kind), target)
-        config = MtpParallelConfig(
-            steps=options.steps,
-            loss=options.loss,
-            vocab_size=target.readout.vocab_size,
-            draft_vocab_size=len(ids),
-            layer=kind,
-            target=TargetFacts.of(target),
-        )
         head = cls(config)
         head.use_vocabulary(ids)
         if options.init == "target":
@@ -106,6 +100,12 @@ class MtpParallelHead(MtpHead):
                 start_from_target(part.layer, part.norm, part.hnorm, kind, target, normed=True)
         head.to(target.device).bind(target.readout)
         return head
+
+    @classmethod
+    def configure(cls, options: MtpParallelOptions, target: Any) -> MtpParallelConfig:
+        return MtpParallelConfig(
+            steps=options.steps, loss=options.loss, **cls.sizes(options.draft_vocab_size, target)
+        )
 
     def norm_of(self, step: int) -> nn.Module:
         return self.heads[step].norm
@@ -120,6 +120,16 @@ class MtpParallelHead(MtpHead):
         for step in range(steps):
             out = self.heads[step](self._rotary, hidden, positions, plan)
             yield Unrolled(step, out.flatten(0, 1)[anchors], anchors)
+
+    def work(self, shape: Shape) -> Work:
+        hidden = self.config.target.hidden_size
+        entry = Work(numbers=shape.tokens * NORM * hidden, kept=shape.tokens * 2 * hidden)
+        result = self.loss_work(shape)
+        for head in self.heads:
+            result += entry + decoder_layer(
+                head.layer, self._layer_config, shape.tokens, shape.pairs, shape.length
+            )
+        return result
 
     def weights(self, progress: float) -> list[float]:
         return [1.0] * self.config.steps

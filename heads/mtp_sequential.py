@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from spectrain.core.batch import Batch, Features
 from spectrain.core.cache import KVCache
 from spectrain.core.errors import SpectrainError
-from spectrain.heads import mtp_chain, mtp_recurrence
-from spectrain.heads.base import TargetFacts, Unrolled
+from spectrain.heads import mtp_chain, mtp_recurrence, vocab
+from spectrain.heads.base import Unrolled
 from spectrain.heads.mtp_chain import ChainState, Modules
 from spectrain.heads.mtp_module import (
     LayerBuilder,
-    LayerKind,
     MtpModule,
     check_layer,
     start_from_target,
@@ -37,6 +36,7 @@ from spectrain.heads.mtp_module import (
 from spectrain.heads.mtp_native import Native, put_back
 from spectrain.heads.mtp_recurrence import RecurrentState
 from spectrain.heads.mtp_shared import MtpConfig, MtpHead, MtpOptions
+from spectrain.heads.work import NORM, Product, Shape, Work, decoder_layer, masked
 
 # A module that feeds itself goes on beyond the steps it learnt; guesses get worse and worse.
 LONGEST_DRAFT = 16
@@ -89,6 +89,7 @@ class MtpSequentialHead(MtpHead):
         count = 1 if config.shared else config.steps
         self.chain = nn.ModuleList(MtpModule(builder, index) for index in range(count))
         self._parts = Modules(self.chain, builder.rotary(), config.pass_on == "after_norm")
+        self._layer_config = builder.config
         self._face = mtp_recurrence if config.shared else mtp_chain
 
     # ── making one ───────────────────────────────────────────────────────────
@@ -97,12 +98,27 @@ class MtpSequentialHead(MtpHead):
     def create(
         cls, options: MtpSequentialOptions, target: Any, token_counts: Tensor
     ) -> MtpSequentialHead:
-        ids = cls.vocabulary(options.draft_vocab_size, target, token_counts)
-        kind = LayerKind.of(target.config)
+        config = cls.configure(options, target)
+        kind = config.layer
+        ids = vocab.choose(config.draft_vocab_size, target, token_counts)
         check_layer(LayerBuilder(kind), target)
+        head = cls(config)
+        head.use_vocabulary(ids)
+        if options.native:
+            Native.of(target).load(head.chain, target.readout)
+        elif options.init == "target":
+            for index, module in enumerate(head.chain):
+                normed = index == 0 or config.pass_on == "after_norm"
+                parts = module.layer, module.norm, module.hnorm
+                start_from_target(*parts, kind, target, normed=normed)
+        head.to(target.device).bind(target.readout)
+        return head
+
+    @classmethod
+    def configure(cls, options: MtpSequentialOptions, target: Any) -> MtpSequentialConfig:
         native = Native.of(target) if options.native else None
         steps, shared = _steps(options, native)
-        config = MtpSequentialConfig(
+        return MtpSequentialConfig(
             steps=steps,
             shared=shared,
             native=native.layout.name if native else None,
@@ -111,22 +127,8 @@ class MtpSequentialHead(MtpHead):
             lambda_first=options.lambda_first,
             lambda_then=options.lambda_then,
             lambda_switch=options.lambda_switch,
-            vocab_size=target.readout.vocab_size,
-            draft_vocab_size=len(ids),
-            layer=kind,
-            target=TargetFacts.of(target),
+            **cls.sizes(options.draft_vocab_size, target),
         )
-        head = cls(config)
-        head.use_vocabulary(ids)
-        if native is not None:
-            native.load(head.chain, target.readout)
-        elif options.init == "target":
-            for index, module in enumerate(head.chain):
-                normed = index == 0 or config.pass_on == "after_norm"
-                parts = module.layer, module.norm, module.hnorm
-                start_from_target(*parts, kind, target, normed=normed)
-        head.to(target.device).bind(target.readout)
-        return head
 
     @property
     def native(self) -> bool:
@@ -146,6 +148,26 @@ class MtpSequentialHead(MtpHead):
 
     def unroll(self, batch: Batch, steps: int) -> Iterator[Unrolled]:
         return self._face.unroll(self._parts, self.readout, batch, steps)
+
+    def work(self, shape: Shape) -> Work:
+        """Modules of a chain read every row. One that feeds itself reads all rows at step 0, and
+        then the anchors, which look at all rows of step 0 and all anchors of later steps."""
+        config, result = self.config, self.loss_work(shape)
+        hidden, most = config.target.hidden_size, shape.most_anchors
+        for step in range(config.steps):
+            rows, pairs, keys = shape.tokens, shape.pairs, shape.length
+            if config.shared:
+                keys += step * most
+                rows = shape.rows * most if step else rows
+                pairs = rows * keys  # by a mask, which is made for all of them
+                result += masked(pairs, self._layer_config)
+            module = self.chain[0 if config.shared else step]
+            result += decoder_layer(module.layer, self._layer_config, rows, pairs, keys) + Work(
+                (Product("eh_proj", rows, 2 * hidden, hidden),),
+                numbers=rows * hidden * (2 * NORM - 10),
+                kept=rows * hidden * 5,
+            )
+        return result
 
     def weights(self, progress: float) -> list[float]:
         config = self.config

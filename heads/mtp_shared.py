@@ -6,6 +6,7 @@ R rows, H hidden, D draft vocabulary, V vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from spectrain.core.batch import Batch
 from spectrain.core.readout import Readout
 from spectrain.heads import scoring, vocab
-from spectrain.heads.base import DraftHead, HeadConfig, Objective
+from spectrain.heads.base import DraftHead, HeadConfig, Objective, TargetFacts
 from spectrain.heads.linear_loss import linear_cross_entropy
 from spectrain.heads.mtp_module import LayerKind
+from spectrain.heads.work import NORM, Shape, Work, row_loss_work
 
 
 class MtpOptions(BaseModel):
@@ -56,10 +58,15 @@ class MtpHead(DraftHead):
         self._first: bool | None = None
 
     @staticmethod
-    def vocabulary(size: int | None, target: Any, token_counts: Tensor) -> Tensor:
-        """Ids [D] of the draft vocabulary; by default everything the target can say, for the
-        output layer is there anyway."""
-        return vocab.choose(size or target.readout.usable, target, token_counts)
+    def sizes(size: int | None, target: Any) -> dict[str, Any]:
+        """What both kinds take over from a core.target.Target. Draft vocabulary: by default
+        everything the target can say, for the output layer is there anyway."""
+        return {
+            "vocab_size": target.readout.vocab_size,
+            "draft_vocab_size": vocab.size_of(size, target),
+            "layer": LayerKind.of(target.config),
+            "target": TargetFacts.of(target),
+        }
 
     @abstractmethod
     def norm_of(self, step: int) -> nn.Module:
@@ -102,6 +109,20 @@ class MtpHead(DraftHead):
 
     def _labels(self, batch: Batch) -> Tensor | None:
         return scoring.next_tokens(batch) if self.config.loss == "ce" else None
+
+    def loss_work(self, shape: Shape) -> Work:
+        """Of all steps: the norm before the output layer, that layer, which learns where its
+        target does, and its teacher."""
+        config = self.config
+        each = [shape.anchors(step) for step in range(config.steps)]
+        rows = sum(each)
+        hidden, size = config.target.hidden_size, config.draft_vocab_size
+        soft, learns = config.loss == "soft", self.readout.weight.requires_grad
+        loss = row_loss_work(shape, each, hidden, size, learns=learns, soft=soft)
+        teacher = replace(loss.products[0], part="teacher", passes=1)
+        return loss + Work(
+            (teacher,) if soft else (), numbers=rows * hidden * (NORM + 12), kept=rows * hidden * 3
+        )
 
     def counts(self, batch: Batch) -> Tensor:
         return scoring.taught_counts(self, batch, self.config.steps, self._labels(batch))

@@ -20,9 +20,15 @@ DEFAULT_SIZE = 32000
 def choose(size: int | None, target: Any, counts: Tensor) -> Tensor:
     """Ids [D] of the draft vocabulary for a core.target.Target: the `size` most frequent tokens,
     those of `always_in` among them; None: 32000, or all there are."""
+    size = size_of(size or min(DEFAULT_SIZE, target.readout.usable), target)
+    return choose_tokens(counts, size, always_in(target, size), target.readout.usable)
+
+
+def size_of(size: int | None, target: Any) -> int:
+    """D for a core.target.Target; None: all that it can say. Raises SpectrainError."""
     usable = target.readout.usable
-    size = size or min(DEFAULT_SIZE, usable)
-    return choose_tokens(counts, size, always_in(target, size), usable)
+    _require_size(size or usable, usable)
+    return size or usable
 
 
 def always_in(target: Any, size: int) -> list[int]:
@@ -59,11 +65,7 @@ def choose_tokens(counts: Tensor, size: int, always: list[int], usable: int) -> 
     (without stop tokens a draft never ends). usable: ids ≥ usable are padding rows of the target's
     lm_head and never drafted. Ties go to the smaller id.
     """
-    if not 1 <= size <= usable:
-        raise SpectrainError(
-            f"draft_vocab_size {size} is not between 1 and {usable}",
-            fix="choose a size up to the target's vocabulary",
-        )
+    _require_size(size, usable)
     pinned = sorted({i for i in always if 0 <= i < usable})
     if len(pinned) > size:
         raise SpectrainError(
@@ -73,6 +75,14 @@ def choose_tokens(counts: Tensor, size: int, always: list[int], usable: int) -> 
     score = counts[:usable].to(torch.int64).clone()
     score[pinned] = torch.iinfo(torch.int64).max
     return torch.sort(score, descending=True, stable=True).indices[:size].sort().values
+
+
+def _require_size(size: int, usable: int) -> None:
+    if not 1 <= size <= usable:
+        raise SpectrainError(
+            f"draft_vocab_size {size} is not between 1 and {usable}",
+            fix="choose a size up to the target's vocabulary",
+        )
 
 
 def maps(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,7 @@ from spectrain.recipes.train_report import (
 )
 from spectrain.trainer.changes import digests, require_changes
 from spectrain.trainer.checkpoint import FOLDER, require_same
+from spectrain.trainer.estimate import shortage
 from spectrain.trainer.launch import start_all
 from spectrain.trainer.loop import Data, train
 from spectrain.trainer.metrics import METRICS, read_metrics
@@ -98,7 +99,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     RunFailed when training cannot go on; KeyboardInterrupt after Ctrl-C with a checkpoint written.
     """
     kind = family(config.family)
-    options = _options(kind.Options, config)
+    options = options_of(config)
     config = config.model_copy(update={"mixed_precision": precision(config)})
     start_all()
     accelerator = make_accelerator(config, config.out)
@@ -141,6 +142,10 @@ def run(config: TrainConfig) -> dict[str, Any]:
             del target  # its readout is all that is needed from here on
             gc.collect()
         source = _asking(settings, store, head, accelerator) if online else store
+        extents = [(row.length, row.supervised) for row in rows]
+        short = shortage(head, extents, settings, accelerator.num_processes, accelerator.device)
+        if main and short:  # now, not when the first long batch comes
+            print(short, file=sys.stderr)
         watched = head.everything() if settings.trunk.trained else head
         before = digests(watched)
         start_trackers(accelerator, identity, config.out)
@@ -187,11 +192,12 @@ def tuned_target(out: Path) -> Path | None:
 
 def check_options(config: TrainConfig) -> None:
     """Raise SpectrainError for an unknown family or options it does not have."""
-    _options(family(config.family).Options, config)
+    options_of(config)
 
 
-def _options(kind: type[BaseModel], config: TrainConfig) -> BaseModel:
+def options_of(config: TrainConfig) -> BaseModel:
     """The family's options; every problem is told at once."""
+    kind = family(config.family).Options
     if config.init is not None and config.head:
         raise SpectrainError(
             f"head options ({', '.join(config.head)}) cannot change the head given by init",

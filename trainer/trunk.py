@@ -33,11 +33,14 @@ from spectrain.core.fingerprint import fingerprint_of
 from spectrain.core.target import Target
 from spectrain.heads.base import DraftHead, HeadConfig, Needs, Objective, TargetFacts
 from spectrain.heads.scoring import next_tokens
+from spectrain.heads.work import Product, Shape, Work, decoder
 from spectrain.trainer.settings import TrunkSettings
 
 TARGET = "target"  # folders of the result, beside the head's
 ADAPTER = "adapter"
 _LOGITS = 1 << 24  # float32 logits that exist at a time: 64 MiB of each kind
+# Numbers that the trunk's loss reads and writes for each logit, tests/trainer/test_trunk_work.py.
+LOGITS_DISTIL, LOGITS_TEXT = 40, 20
 
 
 def from_scratch(target: Target) -> Target:
@@ -91,6 +94,32 @@ class JointHead(nn.Module):
         """[1 + K]. Where a head leaves out rows by the target's argmax, they are counted by the
         argmax in the store: the live one is not known before the forward."""
         return torch.cat([predicting(batch.reply).sum()[None], self.head.counts(batch)])
+
+    def work(self, shape: Shape) -> Work:
+        """The trunk's and the head's, which reads live features. The trunk's logits are made twice
+        (`_rows_loss`), and so are the original's where it stays close to these."""
+        target, rows = self._target, shape.predicting
+        size, hidden = target.vocab_size, target.hidden_size
+        learns = target.readout.weight.requires_grad
+        loss = (Product("trunk's loss", rows, hidden, size, 3 + learns, _calls(rows, size)),)
+        if self.loss == "distil":
+            loss += (Product("trunk's loss", rows, hidden, size, 2, _calls(rows, size)),)
+        own = Work(
+            loss,
+            scored=(LOGITS_DISTIL if self.loss == "distil" else LOGITS_TEXT) * rows * size,
+            kept=3 * rows * hidden,
+            moment=min(rows * size, _LOGITS) * (5 if self.loss == "distil" else 3.5),
+        )
+        trunk = decoder(target.decoder, shape, "trunk")
+        return trunk + own + self.head.work(replace(shape, live=True))
+
+    def resting_work(self, shape: Shape) -> Work:
+        """The same while the trunk rests: it is read without a gradient."""
+        trunk = decoder(self._target.decoder, shape, "trunk").forward_alone()
+        rows, size = shape.predicting, self._target.vocab_size
+        loss = Product("trunk's loss", rows, self._target.hidden_size, size, 2, _calls(rows, size))
+        own = Work((loss,), scored=10 * rows * size, moment=min(rows * size, _LOGITS) * 4)
+        return trunk + own + self.head.work(shape)
 
     def weights(self, progress: float) -> list[float]:
         """1 for the trunk, then the head's weights times λ(progress)."""
@@ -218,6 +247,11 @@ class _Everything(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
+
+def _calls(rows: int, size: int) -> int:
+    """Pieces in which the trunk's loss takes its rows."""
+    return max(1, -(-rows // max(1, _LOGITS // size)))
 
 
 def _frozen_copy(value: Tensor | None) -> Tensor | None:
