@@ -1,4 +1,4 @@
-"""Stores to train on, and `spectrain train-…` as a process."""
+"""Stores to train on, and the command line."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from accelerate.state import AcceleratorState, GradientState
+from typer.testing import CliRunner
 
+from spectrain.cli import app
 from spectrain.recipes import prepare
 
 WORDS = ["apple", "dog", "two", "word", "letter", "seven", "fox", "quick", "lazy", "question"]
@@ -55,30 +59,32 @@ def store(make_store):
 
 @pytest.fixture
 def command(store, tiny_path, tmp_path):
-    """command(out, verb="train-eagle", processes=1, at=None, **settings) → the finished process.
+    """command(out, verb="train-eagle", processes=1, at=None, **settings) → returncode, stdout,
+    stderr of the command, whose `--out` is tmp_path / out; keys of settings may be dotted.
 
-    The folder of the run is tmp_path / out, a key of settings may be dotted (as `**{"a.b": 1}`);
-    at: what signalled.py is told, (step, signal, whom).
+    at: what signalled.py is told, (step, signal, whom). Without it one process is this one.
     """
 
-    def run(out, verb="train-eagle", processes=1, at=None, **settings):
+    def run(out, verb="train-eagle", processes=1, at=None, store=store, **settings):
         settings = {
             **{"steps": 6, "batch_size": 8, "micro_batch": 4, "save_every": 2, "log_every": 1},
-            **{"head.steps": 2, "lr": 1e-2},
+            **{"head.steps": 2, "head.draft_vocab_size": 40, "lr": 1e-2},
             **settings,
         }
-        if verb != "train-draft":
-            settings.setdefault("head.draft_vocab_size", 40)
+        flags = ["--target", str(tiny_path), "--store", str(store), "--out", str(tmp_path / out)]
+        flags += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        if processes == 1 and at is None:
+            done = CliRunner().invoke(app, [verb, *flags])
+            AcceleratorState._reset_state(True)
+            GradientState._reset_state()
+            return SimpleNamespace(
+                returncode=done.exit_code, stdout=done.stdout, stderr=done.stderr
+            )
         launcher = []
         if processes > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone"]
             launcher += ["--nproc-per-node", str(processes)]
-        if at is not None:
-            what = [str(TESTS / "signalled.py"), *map(str, at)]
-        else:
-            what = ["-m", "spectrain"]
-        flags = ["--target", str(tiny_path), "--store", str(store), "--out", str(tmp_path / out)]
-        flags += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        what = [str(TESTS / "signalled.py"), *map(str, at)] if at else ["-m", "spectrain"]
         return subprocess.run(
             [sys.executable, *launcher, *what, verb, *flags],
             env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -211,6 +212,35 @@ def test_a_full_disk_ends_the_run_and_the_checkpoint_before_stays(
     assert checkpoint.newest(tmp_path)[1]["step"] == 2
     with pytest.raises(RunFailed, match="free some space"):  # said before the first step
         fit(make_head(), make_data(before_load=at_load(0, crash)), tmp_path)
+
+
+@pytest.mark.parametrize("after", [0, 1, 4, 7])
+def test_a_disk_that_fills_while_a_checkpoint_is_written(
+    make_head, make_data, fit, tmp_path, monkeypatch, after
+):
+    """ENOSPC from the system at one of its writes, the first of which is in the checkpoint of step
+    4 (or that of step 6): nothing half-written stays, and the rerun goes on to the same end."""
+    whole = make_head()
+    fit(whole, make_data(), tmp_path / "whole")
+    real, left = files.os.fsync, iter(range(after, -100, -1))
+
+    def fsync(handle):
+        if next(left) < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    def fill():
+        monkeypatch.setattr(files.os, "fsync", fsync)
+
+    cut = tmp_path / "cut"
+    with pytest.raises(RunFailed, match=r"step-0000000[46]: disk full; free some space"):
+        fit(make_head(), make_data(before_load=at_load(3, fill)), cut)
+    monkeypatch.setattr(files.os, "fsync", real)
+    assert not list(cut.rglob("*.tmp"))
+    assert checkpoint.newest(cut)[1]["step"] in (2, 4)
+    resumed = make_head(seed=1)
+    fit(resumed, make_data(), cut)
+    assert_same(resumed, whole)
 
 
 def test_only_the_newest_are_kept(make_head, make_data, fit, tmp_path):
