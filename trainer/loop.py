@@ -192,6 +192,7 @@ def train(
             if stop and state.step < steps:
                 if main:
                     print(f"checkpoint of step {state.step} of {steps} written", file=sys.stderr)
+                accelerator.wait_for_everyone()  # launchers end the others when the first one goes
                 raise stop
     if state.skipped_in_row:
         raise RunFailed(

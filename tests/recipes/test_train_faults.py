@@ -163,22 +163,17 @@ def test_a_disk_that_is_full(command, own_mounts, tmp_path, store, tiny_path):
 def test_a_row_of_the_store_that_is_not_finite(command, make_store, tmp_path):
     """Case 29. Its steps are skipped, counted and told; all others are taken."""
     clean, poisoned = make_store(3), make_store(3)
-    opened = FeatureStore.open(poisoned)
-    rows = opened.rows("train")
-
-    def poison(tensors, facts):
-        place = [fact["split"] for fact in facts].index("train") + 5
-        start = int(tensors["offsets"][place])
-        tensors["aux"][start + 2] = float("nan")
-        hit.append(rows.index(opened._rows[place]))
-
-    hit = []
-    seal(poisoned, 0, poison)
-    steps, size = 7, 8
+    rows, steps, size = FeatureStore.open(poisoned).rows("train"), 7, 8
     order = Order([row.length for row in rows], size, 0)
-    bad = [step for step in range(steps) if hit[0] in order.batch(step)]
-    assert 2 <= len(bad) < steps - 2
-    assert bad[-1] < steps - 1  # it does not end on one
+    turns = [[s for s in range(steps) if row in order.batch(s)] for row in range(len(rows))]
+    # One that is seen twice, neither at the beginning nor at the end.
+    hit = next(r for r, own in enumerate(turns) if len(own) == 2 and own[0] > 0 and own[1] < 6)
+    bad = turns[hit]
+
+    def poison(tensors, _facts):
+        tensors["aux"][int(tensors["offsets"][rows[hit].index]) + 2] = float("nan")
+
+    seal(poisoned, 0, poison)
     for out, store in (("clean", clean), ("poisoned", poisoned)):
         done = command(out, store=store, steps=steps, batch_size=size)
         assert done.returncode == 0, done.stderr
