@@ -89,8 +89,9 @@ def damage(file, how):
         file.write_bytes(content[:-10])
     elif how == "gone":
         file.unlink()
-    else:  # one bit of a digit: JSON and tensors can be read as before
-        place = next(i for i in range(len(content) // 2, len(content)) if chr(content[i]).isdigit())
+    else:  # one bit of a number: JSON and tensors can be read as before
+        start = content.find(b'"supervised"') if file.suffix == ".json" else len(content) // 2
+        place = next(i for i in range(start, len(content)) if chr(content[i]).isdigit())
         file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
 
 
