@@ -89,6 +89,13 @@ class Batch:
 
         return Batch(**{f.name: move(f.name, getattr(self, f.name)) for f in fields(self)})
 
+    def pin(self) -> Batch:
+        """In memory that a GPU copies from while it computes."""
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(
+            **{n: None if value is None else value.pin_memory() for n, value in held.items()}
+        )
+
 
 def positions_of(tokens: Tensor, starts: Tensor | None) -> Tensor:
     """Places of tokens [B, T] in their documents, that begin at `starts` (see Batch): [B, T]."""

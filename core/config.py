@@ -95,7 +95,7 @@ def load_config(
         section, file_problems = _read_section(path, verb)
         problems += file_problems
         for key, value in _leaves(section):
-            problems += _put(merged, origin, key, value, str(path))
+            problems += _put(model, merged, origin, key, value, str(path))
     for text in overrides:
         key, equals, raw = text.partition("=")
         key = key.strip()
@@ -107,11 +107,11 @@ def load_config(
         except yaml.YAMLError as error:
             problems.append(f"{key}: cannot read {raw!r} as YAML, {_yaml_reason(error)} (--set)")
             continue
-        problems += _put(merged, origin, key, value, "--set")
+        problems += _put(model, merged, origin, key, value, "--set")
     flags = flags or {}
     for key, value in flags.items():
         if value is not None:
-            problems += _put(merged, origin, key, value, _flag(key))
+            problems += _put(model, merged, origin, key, value, _flag(key))
     try:
         config = model.model_validate(merged)
     except ValidationError as error:
@@ -185,10 +185,15 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, An
 
 
 def _put(
-    tree: dict[str, Any], origin: dict[str, str], key: str, value: Any, source: str
+    model: type[BaseModel],
+    tree: dict[str, Any],
+    origin: dict[str, str],
+    key: str,
+    value: Any,
+    source: str,
 ) -> list[str]:
     """Set a dotted key; a problem when one of its parents already holds a plain value."""
-    *parents, last = key.split(".")
+    *parents, last = _parts(model, key)
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
@@ -196,6 +201,17 @@ def _put(
     tree[last] = value
     origin[key] = source
     return []
+
+
+def _parts(model: type[BaseModel], key: str) -> list[str]:
+    """A dotted key in its parts; in a mapping of names to numbers what follows is one name."""
+    first, _, rest = key.partition(".")
+    field = model.model_fields.get(first)
+    if rest and field and typing.get_origin(field.annotation) is dict:
+        values = typing.get_args(field.annotation)[1]
+        if values is not Any and typing.get_origin(values) is not dict:
+            return [first, rest]
+    return key.split(".")
 
 
 def _flag(key: str) -> str:

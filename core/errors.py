@@ -23,3 +23,7 @@ class RunFailed(SpectrainError):
     """The input was fine, the work could not be finished (disk full, loss not finite): exit 1."""
 
     exit_code = 1
+
+
+class Terminated(KeyboardInterrupt):
+    """Interrupted by SIGTERM instead of Ctrl-C: exit 143 instead of 130."""

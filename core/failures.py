@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from spectrain.core.errors import SpectrainError
+from spectrain.core.errors import SpectrainError, Terminated
 
 
 @contextmanager
 def one_line_errors(goes_on: bool = False) -> Iterator[None]:
-    """Turn what is raised inside into SystemExit: 2 bad input, 1 failed, 130 interrupted.
+    """Turn what is raised inside into SystemExit: 2 bad input, 1 failed, 130 interrupted (143 by
+    SIGTERM).
 
     goes_on: whether the same command, run again, goes on where this one was interrupted.
 
@@ -25,8 +26,9 @@ def one_line_errors(goes_on: bool = False) -> Iterator[None]:
         yield
     except SpectrainError as error:
         _fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        _fail("interrupted" + "; the same command goes on where it was" * goes_on, 130)
+    except KeyboardInterrupt as stop:
+        code = 143 if isinstance(stop, Terminated) else 130
+        _fail("interrupted" + "; the same command goes on where it was" * goes_on, code)
     except BrokenPipeError:
         raise  # the reader of our output has left: Typer ends quietly
     except Exception as error:

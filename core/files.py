@@ -33,7 +33,7 @@ def disk_errors(path: str | Path) -> Iterator[None]:
         yield
     except SafetensorError as error:
         # safetensors tells of the disk in its own words.
-        if "os error 28" not in str(error):
+        if not any(f"os error {number}" in str(error) for number in _FULL):
             raise
         raise RunFailed(
             "disk full", where=str(path), fix="free some space and run the same command again"

@@ -96,7 +96,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
     """Train (or finish training) a head; returns the report that is also in out/report.json.
 
     Raises SpectrainError for input that cannot be used or another run in the same folder,
-    RunFailed when training cannot go on; KeyboardInterrupt after Ctrl-C with a checkpoint written.
+    RunFailed when training cannot go on; KeyboardInterrupt after Ctrl-C, Terminated after SIGTERM,
+    with a checkpoint written.
     """
     kind = family(config.family)
     options = options_of(config)
@@ -154,6 +155,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
             lengths=[row.length for row in rows],
             supervised=[row.supervised for row in rows],
             load=lambda places: source.packed([[rows[i] for i in row] for row in places], with_aux),
+            ahead=not online,  # the target is asked on the device that computes the step
         )
         state = train(head, data, settings, accelerator, config.out, identity, config.extend)
         require_changes(watched, before, str(config.out), state.unreached or ())
@@ -255,6 +257,8 @@ def _identity(settings: TrainConfig, options: BaseModel, store: FeatureStore) ->
         "steps": settings.steps,
         "head": options.model_dump(mode="json"),
         **settings.model_dump(mode="json", exclude=set(_NOT_COMPARED)),
+        # Their order counts, too.
+        "lr_factors": [list(pair) for pair in settings.lr_factors.items()] or None,
     }
 
 

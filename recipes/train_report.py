@@ -59,6 +59,7 @@ def make_report(
         # The first term of a joint training is the trunk's, which drafts nothing.
         "acceptance": acceptance(hits, seen)[1 if settings.trunk.trained else 0 :],
         "skipped_steps": state.skipped,
+        "ema": settings.ema,
         "processes": accelerator.num_processes,
         "peak_rss_mb": round(peak_rss_mb(), 1),
         "environment": describe(accelerator.device),
@@ -140,6 +141,11 @@ def render(report: dict[str, Any]) -> str:
         f"last tenth of the run, on training data: loss {loss}, greedy acceptance by "
         f"position {accepted}",
     ]
+    if report.get("ema"):
+        lines.append(
+            f"the head is the running mean of its weights (decay {report['ema']:g}); those of the "
+            "last step are in its checkpoint"
+        )
     if report.get("vocabulary"):
         lines.append(vocabulary_line(report["vocabulary"]))
     if "tuned_target" in report:

@@ -7,7 +7,9 @@ N times as long, or look like a test of N processes that never was. We start the
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
+import signal
 import sys
 
 import psutil
@@ -17,9 +19,12 @@ from accelerate.commands.launch import launch_command_parser
 
 from spectrain.core.errors import SpectrainError
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 
 def start_all() -> None:
     """Replace this process by N of them if N were asked for and this is the only one."""
+    _end_with_launcher()
     count = _asked_for()
     if count < 2:
         return
@@ -29,6 +34,14 @@ def start_all() -> None:
     sys.stderr.write(f"starting {count} processes\n")
     sys.stderr.flush()
     os.execve(sys.executable, command, environment)
+
+
+def _end_with_launcher() -> None:
+    """Have SIGTERM sent to this process when accelerate's plain launcher ends: it passes no signal
+    on, and what it started would go on alone."""
+    plain = "ACCELERATE_USE_CPU" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    if plain and sys.platform == "linux":  # it outlives the replacement of the process
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _asked_for() -> int:

@@ -11,12 +11,11 @@ same to rounding.
 from __future__ import annotations
 
 import math
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,34 +29,24 @@ from spectrain.core.files import require_free
 from spectrain.core.progress import progress
 from spectrain.heads.base import DraftHead
 from spectrain.trainer import checkpoint, optim, order
+from spectrain.trainer.ema import Ema
 from spectrain.trainer.metrics import MetricsFile, Stopwatch, Window
+from spectrain.trainer.prefetch import reading
 from spectrain.trainer.settings import TrainerSettings
-
-
-@dataclass
-class State:
-    """Counters of a run. step: finished optimiser steps; supervised: reply tokens seen;
-    skipped: steps dropped as not finite, in a row and altogether; seconds: inside the loop;
-    unreached: trainable tensors that no gradient other than zero has reached so far (None: no step
-    yet). That a tensor changed would not do: weight decay changes it, too."""
-
-    step: int = 0
-    supervised: int = 0
-    skipped_in_row: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
-    window: Window = field(default_factory=Window)
-    unreached: list[str] | None = None
+from spectrain.trainer.signals import interrupts, wanted
+from spectrain.trainer.state import State, require_one_step, resume
 
 
 @dataclass(frozen=True)
 class Data:
     """Training conversations. lengths and supervised: tokens and reply tokens of each; load: one
-    batch, each row the conversations of a list, on any device, features in any type."""
+    batch, each row the conversations of a list, on any device, features in any type; ahead: whether
+    a thread may call it for the next step while this one is computed."""
 
     lengths: Sequence[int]
     supervised: Sequence[int]
     load: Callable[[list[list[int]]], Batch]
+    ahead: bool = True
 
 
 def train(
@@ -71,9 +60,11 @@ def train(
 ) -> State:
     """Train `head` in place for settings.steps, going on from the newest checkpoint in `run`.
 
+    With settings.ema `head` is the running mean of its weights afterwards.
     identity: JSON values that have to be the same for a run to be continued.
-    Raises SpectrainError for a run with another identity, RunFailed when the loss stays not
-    finite; KeyboardInterrupt after Ctrl-C, with a checkpoint written.
+    Raises SpectrainError for a run with another identity or damaged checkpoints alone, RunFailed
+    when the loss stays not finite; KeyboardInterrupt after Ctrl-C and Terminated after SIGTERM,
+    with a checkpoint written.
     """
     steps, world, rank = settings.steps, accelerator.num_processes, accelerator.process_index
     assert steps is not None, "the recipe has worked out the number of steps"
@@ -81,10 +72,12 @@ def train(
     main = accelerator.is_main_process
     head.to(accelerator.device).train()
     parts = optim.build(head, settings, head_tables(head))
-    state = _resume(run, head, parts, identity, extend)
+    ema = Ema(head, settings.ema)
+    state = resume(run, head, parts, ema, identity, extend)
+    require_one_step(state, accelerator, run)
     if main:
         checkpoint.clean(run)
-        require_free(run, checkpoint.size(head))  # now, not after hours of work
+        require_free(run, checkpoint.size(head, ema))  # now, not after hours of work
         if state.step:
             print(f"going on from step {state.step} of {steps}", file=sys.stderr)
     model = accelerator.prepare_model(head)
@@ -93,8 +86,18 @@ def train(
     cut = {"micro_batch": settings.micro_batch, "pack": settings.pack_length}
     file = MetricsFile(run, after=state.step) if main else None
     watch, logged_supervised, logged_seconds = Stopwatch(), state.supervised, state.seconds
+    saved_at, most = time.monotonic(), 60 * settings.save_minutes or math.inf
 
-    with _interrupts() as interrupted, progress(steps, "train", "steps", state.step) as bar:
+    def read(step: int) -> list[Batch]:
+        mine = order.share(rows.batch(step), data.lengths, rank, world, **cut)
+        return [data.load(part) for part in mine]
+
+    on_gpu = accelerator.device.type == "cuda"
+    with (
+        interrupts() as asked,
+        reading(read, steps, data.ahead, pin=on_gpu) as batches_of,
+        progress(steps, "train", "steps", state.step) as bar,
+    ):
         while state.step < steps:
             step = state.step
             # The same for all processes: noise is drawn by conversation (heads/noise.py).
@@ -105,9 +108,7 @@ def train(
             weights = head.weights(step / steps)
 
             # The data, and how much of it counts.
-            chosen = rows.batch(step)
-            mine = order.share(chosen, data.lengths, rank, world, **cut)
-            batches = [data.load(part) for part in mine]
+            batches = batches_of(step)
             counts = [_counts(head, batch, accelerator.device) for batch in batches]  # M × [K]
             total = accelerator.reduce(torch.stack(counts).sum(0), "sum")  # [K]
             # Processes average their gradients where a sum is meant, hence × world.
@@ -129,14 +130,17 @@ def train(
                 sums[1] += counts[index]
                 sums[2] += objective.hits
                 sums[3] += objective.seen
+            del batches, batch  # before the next ones are asked for
             if state.unreached != []:
                 state.unreached = _unreached(head, state.unreached)
             norm = accelerator.clip_grad_norm_(trainable, settings.clip or math.inf)
 
             # One exchange of all that the processes have to agree on, one wait for the device.
             bad = ~(torch.isfinite(norm) & torch.isfinite(sums[0]).all())
-            flags = torch.stack([bad.double(), bad.new_tensor(interrupted.is_set()).double()])
-            *sums, (bad, stop) = _split(accelerator.reduce(torch.cat([sums.flatten(), flags])))
+            due = main and time.monotonic() - saved_at >= most  # as one clock says
+            flags = torch.cat([bad[None], bad.new_tensor([due, *asked.flags()])]).double()
+            *sums, flags = _split(accelerator.reduce(torch.cat([sums.flatten(), flags])))
+            bad, due, stop = flags[0], flags[1], wanted(flags[2:])
 
             # The update, by all processes or none.
             if bad:
@@ -145,7 +149,9 @@ def train(
             else:
                 for part in parts.values():
                     part.optimizer.step()
+                ema.update(head, earlier=step - state.skipped)
                 state.skipped_in_row = 0
+                chosen = rows.batch(step)
                 state.window.add(sums, order.padding(chosen, data.lengths, world, **cut))
                 state.supervised += sum(data.supervised[row] for row in chosen)
             for value in trainable:
@@ -178,19 +184,23 @@ def train(
                 accelerator.log(_plain(row), step=state.step)
                 bar.update(0, **_shown(row))
             bar.update(1)
-            if main and (state.step % settings.save_every == 0 or state.step == steps or stop):
-                saved = {**asdict(state), "seed": settings.seed, "config": dict(identity)}
-                checkpoint.save(run, head, parts, saved, settings.keep)
+            if state.step % settings.save_every == 0 or state.step == steps or stop or due:
+                if main:
+                    saved = {**asdict(state), "seed": settings.seed, "config": dict(identity)}
+                    checkpoint.save(run, head, parts, ema, saved, settings.keep)
+                saved_at = time.monotonic()
             if stop and state.step < steps:
                 if main:
                     print(f"checkpoint of step {state.step} of {steps} written", file=sys.stderr)
-                raise KeyboardInterrupt
+                accelerator.wait_for_everyone()  # launchers end the others when the first one goes
+                raise stop
     if state.skipped_in_row:
         raise RunFailed(
             f"the loss or its gradient was not finite in the last {state.skipped_in_row} steps",
             where=str(run),
             fix="the weights may be spoilt: train again with a lower learning rate",
         )
+    ema.leave_in(head)
     return state
 
 
@@ -212,20 +222,6 @@ def _check_batch(settings: TrainerSettings, data: Data, world: int) -> None:
             f"batch_size {settings.batch_size} cannot be shared by {world} processes",
             fix=f"use a multiple of {world}",
         )
-
-
-def _resume(
-    run: Path, head: DraftHead, parts: dict[str, optim.Part], identity: Mapping, extend: bool
-) -> State:
-    found = checkpoint.newest(run)
-    if found is None:
-        return State()
-    folder, saved = found
-    checkpoint.require_same(saved["config"], identity, str(folder), extend)
-    checkpoint.restore(folder, head, parts)
-    counters = {name: saved[name] for name in State.__dataclass_fields__ if name in saved}
-    del counters["window"]
-    return State(**counters, window=Window(**saved["window"]))
 
 
 def _counts(head: DraftHead, batch: Batch, device: torch.device) -> Tensor:
@@ -254,14 +250,14 @@ def _unreached(head: nn.Module, before: list[str] | None) -> list[str]:
 
 
 def _split(flat: Tensor) -> tuple[list[float], ...]:
-    """loss [K], count [K], hits [K], seen [K] and the two flags, as numbers."""
+    """loss [K], count [K], hits [K], seen [K] and the four flags, as numbers."""
     values = flat.tolist()
-    terms = (len(values) - 2) // 4
-    return *(values[i * terms : (i + 1) * terms] for i in range(4)), values[-2:]
+    terms = (len(values) - 4) // 4
+    return *(values[i * terms : (i + 1) * terms] for i in range(4)), values[-4:]
 
 
 def _last_good(run: Path) -> str:
-    found = checkpoint.newest(run)
+    found = next(checkpoint.whole(run), None)
     return f"the last good checkpoint is {found[0]}" if found else "no checkpoint was written yet"
 
 
@@ -284,27 +280,3 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
     first = [f"{value:.2f}" for value in row["acceptance"][:3] if value is not None]
     shown = {"loss": row["loss"], "acc": "/".join(first), "tok/s": round(row["tokens_per_second"])}
     return {name: value for name, value in shown.items() if value is not None}
-
-
-@contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; the second one interrupts at once, as usual.
-
-    A process that ignores Ctrl-C (started by nohup or in a script's background) goes on doing so.
-    """
-    event = threading.Event()
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if ignored or threading.current_thread() is not threading.main_thread():
-        yield event  # signals belong to the main thread
-        return
-
-    def handler(number: int, frame: Any) -> None:
-        event.set()
-        signal.signal(signal.SIGINT, before)
-        print("finishing this step; Ctrl-C again stops at once", file=sys.stderr)
-
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -27,7 +27,10 @@ class Muon(Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[nn.Parameter], lr: float = 0.02, weight_decay: float = 0.0
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 0.02,
+        weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         assert all(p.ndim == 2 for group in self.param_groups for p in group["params"])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +42,10 @@ def build(head: nn.Module, settings: TrainerSettings, tables: Iterable[int]) -> 
 
     tables: row counts of matrices with one row for each token (vocabulary sizes). Muon makes all
     directions of a matrix equally strong, which suits maps between states and not tables.
-    Raises SpectrainError when nothing is trainable.
+    Raises SpectrainError when nothing is trainable or a pattern of lr_factors has no tensor.
     """
     trainable = {name: value for name, value in head.named_parameters() if value.requires_grad}
+    _check_patterns(settings, trainable)
     embeddings = {id(m.weight) for m in head.modules() if isinstance(m, nn.Embedding)}
     sizes = set(tables)
 
@@ -77,24 +81,62 @@ def _parts(
         own = {name: value for name, value in matrices.items() if mapped(value)}
         if own:
             lr = settings.matrix_lr * share
-            muon = Muon(own.values(), lr=lr, weight_decay=settings.weight_decay)
-            parts[f"{prefix}muon"] = Part(muon, lr, list(own), rests)
+            groups, names = _groups(own, settings)
+            muon = Muon(groups, lr=lr, weight_decay=settings.weight_decay)
+            parts[f"{prefix}muon"] = Part(muon, lr, names, rests)
         trainable = {name: value for name, value in trainable.items() if name not in own}
     if trainable:
         decayed = {name: value for name, value in trainable.items() if name in matrices}
         plain = {name: value for name, value in trainable.items() if name not in matrices}
-        groups = [
-            {"params": list(decayed.values()), "weight_decay": settings.weight_decay},
-            {"params": list(plain.values()), "weight_decay": 0.0},
-        ]
+        groups, names = _groups(decayed, settings, weight_decay=settings.weight_decay)
+        rest_groups, rest_names = _groups(plain, settings, weight_decay=0.0)
         adamw = AdamW(
-            [group for group in groups if group["params"]],
+            groups + rest_groups,
             lr=settings.lr * share,
             betas=BETAS,
             fused=all(value.device.type in ("cpu", "cuda") for value in trainable.values()),
         )
-        parts[f"{prefix}adamw"] = Part(adamw, settings.lr * share, [*decayed, *plain], rests)
+        parts[f"{prefix}adamw"] = Part(adamw, settings.lr * share, names + rest_names, rests)
     return parts
+
+
+def _groups(
+    tensors: dict[str, nn.Parameter], settings: TrainerSettings, **options: float
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Tensors as groups of an optimiser, one for each factor of the rate, and their names in that
+    order; options: further keys of each group."""
+    by_factor: dict[float, list[str]] = {}
+    for name in tensors:
+        pattern = _pattern(name, settings)
+        by_factor.setdefault(settings.lr_factors.get(pattern, 1.0), []).append(name)
+    groups = [
+        {"params": [tensors[name] for name in names], "factor": factor, **options}
+        for factor, names in by_factor.items()
+    ]
+    return groups, [name for names in by_factor.values() for name in names]
+
+
+def _pattern(name: str, settings: TrainerSettings) -> str | None:
+    """The first pattern of lr_factors that a name matches."""
+    return next((p for p in settings.lr_factors if fnmatchcase(_shown(name), p)), None)
+
+
+def _shown(name: str) -> str:
+    """What a head's own tensors are called, whether or not a trunk is trained beside it."""
+    return name.removeprefix("head.")
+
+
+def _check_patterns(settings: TrainerSettings, trainable: Iterable[str]) -> None:
+    used = {_pattern(name, settings) for name in trainable}
+    for pattern in settings.lr_factors:
+        if pattern not in used:
+            # Layers have the same names but for a number.
+            names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", _shown(name)) for name in trainable)
+            raise SpectrainError(
+                f"no trained tensor matches the pattern {pattern!r} and none before it",
+                where="lr_factors",
+                fix=f"there are {', '.join(names)}",
+            )
 
 
 def rest(parts: dict[str, Part], progress: float) -> None:
@@ -121,7 +163,7 @@ def factor(schedule: str, step: int, steps: int, warmup: float) -> float:
 def set_rate(parts: dict[str, Part], share: float) -> None:
     for part in parts.values():
         for group in part.optimizer.param_groups:
-            group["lr"] = part.lr * share
+            group["lr"] = part.lr * share * group["factor"]
 
 
 def flatten(parts: dict[str, Part]) -> dict[str, Tensor]:

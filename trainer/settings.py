@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -113,6 +113,18 @@ class TrainerSettings(Config):
     )
     lr: float = Field(1e-3, gt=0, description="highest learning rate of adamw")
     matrix_lr: float = Field(0.02, gt=0, description="highest learning rate of muon")
+    lr_factors: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {},
+        description="factors of the rate by names of tensors, e.g. {lm_head.*: 0.1, fc.*: 2}; the "
+        "first pattern that a name matches counts",
+    )
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="decay of a running mean of the weights, e.g. 0.999; the mean is the result "
+        "then; default: none, the result is the weights of the last step",
+    )
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay, on matrices only")
     schedule: Literal["cosine", "wsd", "constant"] = Field(
         "cosine",
@@ -134,6 +146,9 @@ class TrainerSettings(Config):
         5, ge=1, description="give up after so many non-finite steps in a row"
     )
     save_every: int = Field(100, ge=1, description="steps between two checkpoints")
+    save_minutes: float = Field(
+        10.0, ge=0, description="most minutes between two checkpoints; 0: as many as the steps take"
+    )
     keep: int = Field(2, ge=1, description="checkpoints that are kept")
     log_every: int = Field(10, ge=1, description="steps between two rows of metrics")
     tracker: Literal["none", "wandb", "tensorboard"] = Field(
@@ -156,5 +171,8 @@ class TrainerSettings(Config):
 # A run may be continued with other values of these: they do not change what is learnt (the split
 # into rows and micro-batches only by rounding).
 FREE_TO_CHANGE = frozenset(
-    {"micro_batch", "pack_length", "max_bad_steps", "save_every", "keep", "log_every", "tracker"}
+    {
+        *("micro_batch", "pack_length", "max_bad_steps", "save_every", "save_minutes", "keep"),
+        *("log_every", "tracker"),
+    }
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from pydantic import Field, ValidationError, model_validator
@@ -61,6 +61,24 @@ def test_set_values_are_yaml():
     config = load_config(Train, "train", None, ["temperature=[0, 0.7]", "target=a=b"])
     assert config.temperature == [0, 0.7]
     assert config.target == "a=b"
+
+
+def test_names_with_dots_in_a_mapping_of_numbers(tmp_path):
+    """They are no path, and their order is kept: in a file, one by one, and all at once."""
+
+    class Rates(Config):
+        rates: dict[str, float] = Field({}, description="factors by name")
+        head: dict[str, Any] = Field({}, description="options")
+
+    file = tmp_path / "rates.yaml"
+    file.write_text("train: {rates: {a.x: 1, b: 2, a.*: 3}, head: {deep: {er: 4}}}")
+    config = load_config(Rates, "train", file, ["rates.a.x=5", "rates.c.*.d=6", "head.deep.y=7"])
+    assert list(config.rates.items()) == [("a.x", 5), ("b", 2), ("a.*", 3), ("c.*.d", 6)]
+    assert config.head == {"deep": {"er": 4, "y": 7}}
+    given = load_config(Rates, "train", None, ["rates={a.*: 1, a.b: 2}"])
+    assert given.rates == {"a.*": 1, "a.b": 2}
+    with pytest.raises(SpectrainError, match=r"rates\.a\.x: 'much' refused.*--set"):
+        load_config(Rates, "train", None, ["rates.a.x=much"])
 
 
 def test_all_problems_at_once(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 import textwrap
@@ -22,46 +21,8 @@ from spectrain.data.shard import Row
 from spectrain.data.writer import StoreWriter
 from spectrain.heads.io import load_head
 from spectrain.heads.registry import FAMILIES, family
-from spectrain.recipes import prepare, train
+from spectrain.recipes import train
 from spectrain.trainer.metrics import read_metrics
-
-WORDS = ["apple", "dog", "two", "word", "letter", "seven", "fox", "quick", "lazy", "question"]
-
-
-@pytest.fixture(scope="module")
-def make_store(tiny_path, tmp_path_factory):
-    """make_store(seed, answer, heldout) → a store of 24 conversations, some answered by a single
-    letter."""
-
-    def make(seed, answer=str.upper, heldout=0.1):
-        folder = tmp_path_factory.mktemp("store")
-        draw = random.Random(seed)
-        prompts = folder / "prompts.jsonl"
-        with prompts.open("w") as file:
-            for number in range(24):
-                words = " ".join(draw.choices(WORDS, k=draw.randint(3, 12)))
-                reply = answer(words) if number % 4 else "a"
-                turns = [("user", f"{number} {words}"), ("assistant", reply)]
-                messages = [{"role": role, "content": text} for role, text in turns]
-                file.write(json.dumps({"messages": messages}) + "\n")
-        prepare.run(
-            prepare.PrepareConfig(
-                target=str(tiny_path),
-                prompts=prompts,
-                store=folder / "store",
-                regenerate=False,
-                heldout=heldout,
-                dtype="float32",
-            )
-        )
-        return folder / "store"
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def store(make_store):
-    return make_store(0)
 
 
 @pytest.fixture

@@ -35,9 +35,10 @@ def corpus(tiny) -> list[Batch]:
 
 @pytest.fixture
 def make_data(corpus):
-    """make_data(padding=0, before_load=None, rows=corpus) → Data; before_load(batch) sees each."""
+    """make_data(padding=0, before_load=None, rows=corpus, ahead=None) → Data; before_load(batch)
+    sees each, and then nothing is read ahead by default: what it does happens in the step."""
 
-    def make(padding=0, before_load=None, rows=corpus) -> Data:
+    def make(padding=0, before_load=None, rows=corpus, ahead=None) -> Data:
         def load(places):
             batch = pack([[rows[i] for i in row] for row in places], padding)
             if all(len(row) == 1 for row in places):
@@ -50,6 +51,7 @@ def make_data(corpus):
             lengths=[row.tokens.shape[1] for row in rows],
             supervised=[int((row.reply > 0).sum()) for row in rows],
             load=load,
+            ahead=before_load is None if ahead is None else ahead,
         )
 
     return make

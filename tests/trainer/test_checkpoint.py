@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
-import signal
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from preparing import content
 
 from spectrain.core import files
 from spectrain.core.errors import RunFailed, SpectrainError
-from spectrain.trainer import checkpoint
+from spectrain.trainer import checkpoint, loop
 
 TIMED = {"tokens_per_second"}
 
@@ -80,48 +83,99 @@ def test_resumed_with_other_micro_batches_sees_the_same_rows(make_head, make_dat
     assert [r["seen"] for r in rows] == [r["seen"] for r in expected]
 
 
-def interrupt():
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_ctrl_c_finishes_the_step_and_saves(
-    make_head, make_data, fit, tmp_path, capsys, ctrl_c_interrupts
-):
-    with pytest.raises(KeyboardInterrupt):
-        fit(make_head(), make_data(before_load=at_load(2, interrupt)), tmp_path, save_every=100)
-    assert checkpoint.newest(tmp_path)[1]["step"] == 3
-    assert "checkpoint of step 3 of 6 written" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_an_ignored_ctrl_c_stays_ignored(make_head, make_data, fit, tmp_path, ctrl_c_interrupts):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        state, _ = fit(make_head(), make_data(before_load=at_load(2, interrupt)), tmp_path)
-    except KeyboardInterrupt:  # would end the whole session
-        pytest.fail("interrupted")
-    assert state.step == 6
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+def damage(file, how):
+    content = file.read_bytes()
+    if how == "cut":
+        file.write_bytes(content[:-10])
+    elif how == "gone":
+        file.unlink()
+    else:  # one bit of a number: JSON and tensors can be read as before
+        start = content.find(b'"supervised"') if file.suffix == ".json" else len(content) // 2
+        place = next(i for i in range(start, len(content)) if chr(content[i]).isdigit())
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-@pytest.mark.parametrize("how", ["cut", "gone"])
+@pytest.mark.parametrize("how", ["cut", "gone", "flipped"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     make_head, make_data, fit, tmp_path, capsys, name, how
 ):
     whole = make_head()
     fit(whole, make_data(), tmp_path)
     broken = tmp_path / "checkpoints" / "step-00000006" / name
-    if how == "cut":
-        broken.write_bytes(broken.read_bytes()[:-10])
-    else:
-        broken.unlink()
+    damage(broken, how)
     again = make_head(seed=1)
     fit(again, make_data(), tmp_path)
     error = capsys.readouterr().err
     assert "step-00000006 is damaged" in error
     assert "going on from step 4 of 6" in error
     assert_same(again, whole)
+
+
+def test_the_state_of_another_step_or_run_is_refused(make_head, make_data, fit, tmp_path, capsys):
+    for run, lr in (("one", 1e-3), ("two", 1e-2)):
+        fit(make_head(), make_data(), tmp_path / run, lr=lr)
+    folder = tmp_path / "one" / "checkpoints"
+    for source, problem in [
+        (tmp_path / "two" / "checkpoints" / "step-00000006", "model.safetensors does not have"),
+        (folder / "step-00000004", "state.json is that of step 4"),
+    ]:
+        shutil.copy(source / "state.json", folder / "step-00000006")
+        fit(make_head(), make_data(), tmp_path / "one")
+        assert f"step-00000006 is damaged ({problem}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["cut", "gone", "flipped"])
+def test_with_all_damaged_the_run_does_not_begin_anew(make_head, make_data, fit, tmp_path, how):
+    """Hours of work may be in them; what is there stays there, the metrics, too."""
+    fit(make_head(), make_data(), tmp_path)
+    for folder in (tmp_path / "checkpoints").iterdir():
+        damage(folder / "model.safetensors", how)
+    before = content(tmp_path)
+    with pytest.raises(SpectrainError, match=r"every checkpoint .*damaged; .*--overwrite"):
+        fit(make_head(), make_data(), tmp_path)
+    assert content(tmp_path) == before
+
+
+def test_a_checkpoint_of_an_earlier_version_is_gone_on_with(make_head, make_data, fit, tmp_path):
+    """It has no checksum of its own state."""
+    whole = make_head()
+    fit(whole, make_data(), tmp_path / "whole")
+    with pytest.raises(Crash):
+        fit(make_head(), make_data(before_load=at_load(5, crash)), tmp_path / "cut")
+    file = tmp_path / "cut" / "checkpoints" / "step-00000004" / "state.json"
+    state = json.loads(file.read_text())
+    del state["own_sha256"]
+    file.write_text(json.dumps(state))
+    resumed = make_head(seed=1)
+    fit(resumed, make_data(), tmp_path / "cut")
+    assert_same(resumed, whole)
+
+
+def test_checkpoints_by_the_clock(make_head, make_data, fit, tmp_path, monkeypatch):
+    """Four minutes a step and ten at most: every third one; the run is the same as without."""
+    clock = SimpleNamespace(minutes=0.0)
+    monkeypatch.setattr(loop.time, "monotonic", lambda: 60 * clock.minutes)
+    saved, save = [], checkpoint.save
+
+    def watch(run, head, parts, ema, state, keep):
+        saved.append(state["step"])
+        return save(run, head, parts, ema, state, keep)
+
+    monkeypatch.setattr(checkpoint, "save", watch)
+    heads = []
+    for minutes in (10, 0):
+
+        def pass_time(_batch):
+            clock.minutes += 4
+
+        saved.clear()
+        head = make_head()
+        options = {"steps": 9, "save_every": 8, "save_minutes": minutes}
+        fit(head, make_data(before_load=pass_time), tmp_path / str(minutes), **options)
+        assert saved == ([3, 6, 8, 9] if minutes else [8, 9])
+        heads.append(head)
+    assert_same(*heads)
 
 
 def test_killed_before_the_rename_leaves_the_checkpoint_before(make_head, make_data, fit, tmp_path):
@@ -159,6 +213,35 @@ def test_a_full_disk_ends_the_run_and_the_checkpoint_before_stays(
     assert checkpoint.newest(tmp_path)[1]["step"] == 2
     with pytest.raises(RunFailed, match="free some space"):  # said before the first step
         fit(make_head(), make_data(before_load=at_load(0, crash)), tmp_path)
+
+
+@pytest.mark.parametrize("after", [0, 1, 4, 7])
+def test_a_disk_that_fills_while_a_checkpoint_is_written(
+    make_head, make_data, fit, tmp_path, monkeypatch, after
+):
+    """ENOSPC from the system at one of its writes, the first of which is in the checkpoint of step
+    4 (or that of step 6): nothing half-written stays, and the rerun goes on to the same end."""
+    whole = make_head()
+    fit(whole, make_data(), tmp_path / "whole")
+    real, left = files.os.fsync, iter(range(after, -100, -1))
+
+    def fsync(handle):
+        if next(left) < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    def fill():
+        monkeypatch.setattr(files.os, "fsync", fsync)
+
+    cut = tmp_path / "cut"
+    with pytest.raises(RunFailed, match=r"step-0000000[46].*: disk full; free some space"):
+        fit(make_head(), make_data(before_load=at_load(3, fill)), cut)
+    monkeypatch.setattr(files.os, "fsync", real)
+    assert not list(cut.rglob("*.tmp"))
+    assert checkpoint.newest(cut)[1]["step"] in (2, 4)
+    resumed = make_head(seed=1)
+    fit(resumed, make_data(), cut)
+    assert_same(resumed, whole)
 
 
 def test_only_the_newest_are_kept(make_head, make_data, fit, tmp_path):

@@ -128,6 +128,26 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(make_head, make_data, 
     assert all(torch.isfinite(value).all() for value in head.parameters())
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_gradient_that_is_not_finite_moves_nothing(
+    make_head, make_data, fit, tmp_path, optimizer
+):
+    """Case 29. Of one tensor, with a loss that is finite: weights, moments and mean stay as they
+    were before the step, of all tensors."""
+    head, calls = make_head(), iter(range(100))
+    head.fc.weight.register_hook(lambda grad: grad * float("nan") if next(calls) == 3 else grad)
+    options = {"steps": 6, "save_every": 1, "keep": 9, "ema": 0.9, "optimizer": optimizer}
+    state, rows = fit(head, make_data(), tmp_path, **options)
+    assert (state.skipped, [row["skipped"] for row in rows]) == (1, [0, 0, 0, 1, 0, 0])
+    saved = [
+        {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+        for folder in sorted((tmp_path / "checkpoints").iterdir())
+    ]
+    assert saved[2] == saved[3]
+    for before, after in ((1, 2), (3, 4)):
+        assert all(saved[before][name] != saved[after][name] for name in saved[0])
+
+
 def test_too_many_bad_steps_end_the_run_and_the_checkpoint_stays(
     make_head, make_data, fit, tmp_path
 ):

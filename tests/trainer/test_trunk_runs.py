@@ -192,6 +192,23 @@ def test_the_trunk_rests_while_the_heads_learn_alone(config, mode, optimizer):
     assert kinds == {"adamw", "muon"} & {"adamw", optimizer}
 
 
+def test_a_running_mean_is_that_of_the_head_and_its_target(config):
+    """Both are written as the mean; the checkpoint keeps it beside the weights of the last step."""
+    asked = config("full", ema=0.5, lr_factors={"trunk.*": 0.5})
+    train.run(asked)
+    folder = asked.out / "checkpoints" / "step-00000006"
+    means, last = (load_file(folder / f"{n}.safetensors") for n in ("ema", "model"))
+    written = {
+        f"{part}.{name}": value
+        for part, file in (("head", "head/model"), ("trunk", "target/model"))
+        for name, value in load_file(asked.out / f"{file}.safetensors").items()
+    }
+    assert {name.partition(".")[0] for name in means} == {"head", "trunk"}
+    for name, mean in means.items():
+        assert torch.equal(written[name], mean), name
+        assert not torch.equal(last[name], mean), name
+
+
 def test_steps_that_leave_the_trunk_none_are_refused(config):
     with pytest.raises(SpectrainError, match=r"heads_first 0\.9 of 6 steps none is left"):
         train.run(config("lora", trunk={"heads_first": 0.9}))
