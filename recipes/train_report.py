@@ -18,7 +18,7 @@ from spectrain.trainer.quality import Loss, change
 from spectrain.trainer.trunk import ADAPTER, TARGET
 
 if TYPE_CHECKING:
-    from spectrain.recipes.train import TrainConfig
+    from spectrain.recipes.train_config import TrainConfig
 
 HEAD = "head"
 ENOUGH = 0.95  # coverage of held-out text below which a draft vocabulary is worth a remark
