@@ -134,6 +134,13 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def terminal() -> Console | None:
+    """Where lines that stay in place may be shown: stderr, if it is a terminal that can move its
+    cursor and nobody asked for silence."""
+    console = Console(stderr=True)
+    return console if console.is_interactive and not _silent() else None
+
+
 @contextmanager
 def progress(
     total: float | None = None, label: str = "", unit: str = "items", done: float = 0
@@ -142,11 +149,11 @@ def progress(
 
     total: units of the whole stage, None when unknown; done: units finished by an earlier run.
     """
-    console = Console(stderr=True)
-    if _silent():
-        bar = Bar(label, total, unit, done)
-    elif console.is_terminal:
+    console = terminal()
+    if console is not None:
         bar = _RichBar(label, total, unit, done, console=console)
+    elif _silent():
+        bar = Bar(label, total, unit, done)
     else:
         bar = _PlainBar(label, total, unit, done)
     try:

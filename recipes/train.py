@@ -3,6 +3,7 @@
 out/checkpoints/step-…   what a run that was interrupted goes on from
 out/metrics.jsonl        one row for each logged step
 out/head/                the result: weights, config, provenance, training curve
+out/best/                the best head by held-out τ, where that is measured on the way
 out/target/, out/adapter/   the target, where it was trained along: as a model, or as an adapter
 out/report.json          the report; with it the run is finished
 """
@@ -31,6 +32,7 @@ from spectrain.data.store import FeatureStore
 from spectrain.heads.base import DraftHead
 from spectrain.heads.io import load_head, save_head
 from spectrain.heads.registry import family
+from spectrain.recipes.heldout import BEST, heldout, tidy
 from spectrain.recipes.train_config import (
     REPORT,
     TrainConfig,
@@ -54,7 +56,7 @@ from spectrain.trainer.launch import start_all
 from spectrain.trainer.loop import Data, train
 from spectrain.trainer.metrics import METRICS, read_metrics
 from spectrain.trainer.quality import heldout_loss
-from spectrain.trainer.tracking import make_accelerator, precision, start_trackers
+from spectrain.trainer.tracking import WANDB_ID, make_accelerator, precision
 from spectrain.trainer.trunk import ADAPTER, TARGET, JointHead, from_scratch
 
 __all__ = ["TrainConfig", "check_options", "render", "run"]
@@ -78,6 +80,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
                 config.out.mkdir(parents=True, exist_ok=True)
             if config.overwrite:
                 _clear(config.out)
+            tidy(config.out)
         accelerator.wait_for_everyone()
         store = FeatureStore.open(config.store)
         rows = store.rows("train")
@@ -112,14 +115,18 @@ def run(config: TrainConfig) -> dict[str, Any]:
         source = _asking(settings, store, head, accelerator) if online else store
         watched = head.everything() if settings.trunk.trained else head
         before = digests(watched)
-        start_trackers(accelerator, identity, config.out)
+        about = provenance(config.model_dump(mode="json"), config.seed, store=identity["store"])
+        live = target if settings.trunk.trained else None
+        evaluate = heldout(settings, store, source, head, live, accelerator, about)
         with_aux = bool(head.needs.aux_layers)
         data = Data(
             lengths=[row.length for row in rows],
             supervised=[row.supervised for row in rows],
             load=lambda places: source.packed([[rows[i] for i in row] for row in places], with_aux),
         )
-        state = train(head, data, settings, accelerator, config.out, identity, config.extend)
+        state = train(
+            head, data, settings, accelerator, config.out, identity, config.extend, evaluate
+        )
         require_changes(watched, before, str(config.out), state.unreached or ())
         accelerator.wait_for_everyone()  # the metrics are complete
         report = make_report(settings, state, store, accelerator, head.weights(1.0))
@@ -133,9 +140,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
             head = head.head
         if main:
             extra = {
-                "provenance.json": provenance(
-                    config.model_dump(mode="json"), config.seed, store=identity["store"]
-                ),
+                "provenance.json": about,
                 "training.json": {"report": report, "curve": read_metrics(config.out)},
             }
             save_head(head, config.out / HEAD, extra)
@@ -174,9 +179,9 @@ def _online(config: TrainConfig, store: FeatureStore) -> bool:
 
 def _clear(out: Path) -> None:
     """Remove an earlier run, and nothing else that may lie in the folder."""
-    for name in (FOLDER, HEAD, TARGET, ADAPTER):
+    for name in (FOLDER, HEAD, BEST, TARGET, ADAPTER):
         shutil.rmtree(out / name, ignore_errors=True)
-    for name in (METRICS, REPORT):
+    for name in (METRICS, REPORT, WANDB_ID):
         (out / name).unlink(missing_ok=True)
 
 

@@ -60,6 +60,7 @@ def test_silence(capsys, monkeypatch, name, value):
 
 def test_bar_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     with progress(2, "train", "steps") as bar:
         bar.update(1, loss=0.5)
