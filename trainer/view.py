@@ -1,6 +1,7 @@
 """What a person sees of a run: lines that stay in place on a terminal, plain ones elsewhere.
 
-Rows are those of metrics.jsonl: of training steps, and of evaluations on held-out rows.
+Rows are those of metrics.jsonl: of training steps, and of evaluations on held-out rows. The shares
+that are shown of both are α over all positions of the replies (marginal), so they compare.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from spectrain.core.progress import Bar, progress, say, terminal
 
 RAMP = "▁▂▃▄▅▆▇█"
 CURVE = 32  # characters of the loss curve
+LABEL = 10  # characters before each line
 POSITIONS = 8  # that fit on a line of 80 columns
 
 
@@ -70,7 +72,7 @@ class Lines:
     def heldout(self, row: Mapping[str, Any]) -> None:
         """An evaluation is done."""
         self._evaluations.append(row)
-        say(f"step {row['step']}: {tau_line(self._evaluations)}")
+        say(f"held-out: {tau_line(self._evaluations)}")
 
     def saved(self, step: int) -> None:
         """A checkpoint is written."""
@@ -126,7 +128,7 @@ class Panel:
     def render(self) -> RenderableType:
         """The lines as they are now."""
         grid = Table.grid(padding=(0, 1))
-        grid.add_column(style="dim", width=9, no_wrap=True)
+        grid.add_column(style="dim", min_width=LABEL, no_wrap=True)
         grid.add_column(no_wrap=True, overflow="ellipsis")
         for label, content in self._lines():
             grid.add_row(label, content)
@@ -136,7 +138,7 @@ class Panel:
         left = self._pace.left(self._steps - self._done)
         time = "measuring" if self._measuring else "" if left is None else f"{clock(left)} left"
         head = Table.grid(padding=(0, 1))
-        head.add_column(style="dim", width=9)
+        head.add_column(style="dim", min_width=LABEL)
         bar = ProgressBar(self._steps, self._done, width=28)
         count = f"{self._done:,}/{self._steps:,} steps"
         head.add_row("train", bar, count, f"{self._done / self._steps:.0%}", Text(time, "cyan"))
@@ -148,9 +150,9 @@ class Panel:
             curve = sparkline(self._losses, CURVE)
             yield "loss", Text.assemble((f"{self._loss:.3f}  ", "bold"), (curve, "cyan"), first)
         if self._accepted:
-            yield "accepted", positions(self._accepted)
+            yield "α train", positions(self._accepted)
         if self._evaluations:
-            yield "held-out", positions(self._evaluations[-1]["heldout"]["conditional"])
+            yield "α held-out", positions(self._evaluations[-1]["heldout"]["marginal"])
             yield "", Text(tau_line(self._evaluations))
         facts = [*self._facts, *([f"checkpoint {self._saved:,}"] if self._saved else [])]
         if facts:
@@ -160,12 +162,12 @@ class Panel:
 def tau_line(evaluations: Sequence[Mapping[str, Any]]) -> str:
     """τ of the last evaluation, and the best so far where that is another one."""
     last, best = evaluations[-1], max(evaluations, key=lambda row: row["heldout"]["tau"] or 0)
-    now = last["heldout"]
-    tau = "–" if now["tau"] is None else f"{now['tau']:.3f}"
-    line = f"τ {tau} with drafts of {now['draft']}, greedy, {now['rows']} held-out rows"
-    if best is not last and best["heldout"]["tau"] is not None:
-        line += f"; best {best['heldout']['tau']:.3f} (step {best['step']:,})"
-    return line
+    line = f"τ {_tau(last)}, γ = {last['heldout']['draft']}, after step {last['step']:,}"
+    return line if best is last else f"{line}; best {_tau(best)} after step {best['step']:,}"
+
+
+def _tau(row: Mapping[str, Any]) -> str:
+    return "–" if (tau := row["heldout"]["tau"]) is None else f"{tau:.3f}"
 
 
 def positions(shares: Sequence[float | None]) -> Text:
