@@ -6,7 +6,8 @@ that are shown of both are α over all positions of the replies (marginal), so t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -25,6 +26,7 @@ from spectrain.core.progress import Bar, progress, say, terminal
 RAMP = "▁▂▃▄▅▆▇█"
 CURVE = 32  # characters of the loss curve
 LABEL = 10  # characters before each line
+DRAW_SECONDS = 0.25  # at least, between two steps that are shown
 POSITIONS = 8  # that fit on a line of 80 columns
 
 
@@ -45,8 +47,10 @@ def watch(
     else:
         panel = Panel(steps, done, rows, evaluations, device)
         # stdout is for results; what is printed on stderr appears above the lines
-        live = {"redirect_stdout": False, "refresh_per_second": 4}
-        with Live(console=console, get_renderable=panel.render, **live):
+        way = {"auto_refresh": False, "redirect_stdout": False}
+        with Live(console=console, get_renderable=panel.render, **way) as live:
+            live.refresh()
+            panel.changed = live.refresh
             yield panel
 
 
@@ -79,7 +83,8 @@ class Lines:
 
 
 class Panel:
-    """At most six lines, of at most 80 columns."""
+    """At most six lines, of at most 80 columns. They are drawn when there is news, so nothing
+    flickers in between; `changed` does it."""
 
     def __init__(
         self,
@@ -98,11 +103,15 @@ class Panel:
         self._facts: list[str] = []
         self._saved = done
         self._measuring = False
+        self.changed: Callable[[], Any] = lambda: None
+        self._start = self._drawn = time.monotonic()
 
     def step(self, step: int, loss: float | None) -> None:
         """See Lines."""
         self._done, self._loss = step, loss
         self._pace.reached(step - self._first)
+        if time.monotonic() - self._drawn >= DRAW_SECONDS:
+            self._draw()
 
     def row(self, row: Mapping[str, Any], accepted: Sequence[float | None], skipped: int) -> None:
         """See Lines."""
@@ -115,15 +124,22 @@ class Panel:
     def measuring(self) -> None:
         """See Lines."""
         self._measuring = True
+        self._draw()
 
     def heldout(self, row: Mapping[str, Any]) -> None:
         """See Lines."""
         self._evaluations.append(row)
         self._measuring = False
+        self._draw()
 
     def saved(self, step: int) -> None:
         """See Lines."""
         self._saved = step
+        self._draw()
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        self.changed()
 
     def render(self) -> RenderableType:
         """The lines as they are now."""
@@ -135,14 +151,22 @@ class Panel:
         return Group(self._head(), grid)
 
     def _head(self) -> Table:
-        left = self._pace.left(self._steps - self._done)
-        time = "measuring" if self._measuring else "" if left is None else f"{clock(left)} left"
         head = Table.grid(padding=(0, 1))
         head.add_column(style="dim", min_width=LABEL)
         bar = ProgressBar(self._steps, self._done, width=28)
         count = f"{self._done:,}/{self._steps:,} steps"
-        head.add_row("train", bar, count, f"{self._done / self._steps:.0%}", Text(time, "cyan"))
+        head.add_row(
+            "train", bar, count, f"{self._done / self._steps:.0%}", Text(self._time(), "cyan")
+        )
         return head
+
+    def _time(self) -> str:
+        if self._measuring:
+            return "measuring"
+        if self._done == self._steps:
+            return f"in {clock(time.monotonic() - self._start)}"
+        left = self._pace.left(self._steps - self._done)
+        return "" if left is None else f"{clock(left)} left"
 
     def _lines(self) -> Iterator[tuple[str, RenderableType]]:
         if self._loss is not None:

@@ -114,10 +114,14 @@ def test_the_loop_draws_on_a_terminal(
     train(make_head(), make_data(), settings, accelerator, tmp_path, {}, evaluate=evaluate)
     written = screen.getvalue()
     assert written.count("a word") == 2
-    assert "\x1b[1A\x1b[2K" in written  # up a line, and clear it
+    # Drawn when there is news, up a line and over the one before: the first frame, two
+    # evaluations that begin and end, the checkpoint, the last frame, and anew under each word.
+    assert "\x1b[1A\x1b[2K" in written
+    assert 7 <= written.count("/4 steps") <= 9 + settings.steps
     final = written.rpartition("train")[2]
     assert "τ 1.500" in final
     assert "checkpoint 4" in final
+    assert "in 0:0" in written.rpartition("steps")[2]
 
 
 @pytest.mark.parametrize("quiet", ["", "1"])
