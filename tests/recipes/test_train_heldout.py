@@ -8,12 +8,17 @@ import random
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
+from spectrain.evaluation import measure
 from spectrain.evaluation.heldout import told
+from spectrain.evaluation.summary import summarise
+from spectrain.heads.eagle3 import Eagle3Head, Eagle3Options
 from spectrain.heads.io import load_head
 from spectrain.heads.registry import FAMILIES
 from spectrain.recipes import evaluate, prepare, train
@@ -148,8 +153,6 @@ def test_the_loss_is_that_of_the_objective(config, store):
 
 def test_what_cannot_be_told_is_none():
     """No row with an anchor, or a loss that is not finite: JSON takes neither NaN nor infinity."""
-    import numpy as np
-
     zeros = {name: np.zeros(2) for name in ("anchors", "beta", "reached", "reached_beta")}
     zeros |= {"tokens": np.zeros(2), "forwards": np.zeros(2)}
     sums = zeros | {"loss": np.array([np.nan, 1.0]), "count": np.array([2.0, 0.0])}
@@ -323,3 +326,37 @@ def test_two_processes_measure_what_one_does(config, tmp_path):
         )
         assert mine["heldout"]["tau"] == pytest.approx(other["heldout"]["tau"], abs=0.05)
     assert read_best(two)["tau"] == max(row["heldout"]["tau"] for row in rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_dealt_in_batches_and_measured_in_the_targets_own_type(
+    store, tiny_path, dtype, monkeypatch
+):
+    """Ranks of five that add up to one alone, with fewer batches than ranks; and a head trained in
+    float32 is measured as it will be used, beside a target of whatever type."""
+    target = train.Target.load(str(tiny_path), dtype=dtype, pack_weights=False)
+    stored = train.FeatureStore.open(store)
+    options = Eagle3Options(steps=3, draft_vocab_size=60, aux_layers=(0, 2, 3))
+    counts = stored.token_counts("train", target.vocab_size)
+    head = Eagle3Head.create(options, target, counts).float()
+    rows = stored.rows("heldout")
+    monkeypatch.setattr(measure, "_BATCH_TOKENS", sum(row.length for row in rows) // 2)
+
+    def sums(rank, world):
+        one = {"process_index": rank, "num_processes": world, "is_main_process": rank == 0}
+        alone = SimpleNamespace(**one, device=target.device, reduce=lambda value, _: value)
+        measuring = Heldout(head, stored, rows, alone)
+        assert 1 < len(measuring._parts) < 5
+        return measuring._sums()
+
+    whole, parts = sums(0, 1), [sums(rank, 5) for rank in range(5)]
+    for name, value in whole.items():
+        assert value == pytest.approx(sum(part[name] for part in parts))
+    assert not parts[4]["tokens"].any()
+    assert head.dtype == torch.float32
+    same = type(head)(head.config)
+    same.load_state_dict(head.state_dict())
+    same.bind(target.readout).to(target.dtype).eval()
+    conversations = measure.measure(target, same, stored, {0.0: rows}, 3)[0.0]
+    expected = summarise(conversations, 3, 0)
+    assert told(whole, head.weights(1.0))["tau"] == expected["tau"][-1]["value"]
