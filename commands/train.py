@@ -198,7 +198,7 @@ def _chosen(choice: Choice, value: str | None, given: Mapping[str, Any]) -> dict
     """
     from spectrain.core.config import load_config
     from spectrain.core.errors import SpectrainError
-    from spectrain.recipes.train import TrainConfig
+    from spectrain.recipes.train_config import TrainConfig
 
     if value is not None and value not in choice.kinds:
         raise SpectrainError(

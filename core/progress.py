@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from spectrain.core.pace import Pace, clock
 
 PLAIN_EVERY_SECONDS = 10.0
 
@@ -26,16 +28,20 @@ class Bar:
         self.label, self.total, self.unit, self.done = label, total, unit, done
         self.shown: dict[str, Any] = {}
         self._first, self._start = done, time.monotonic()
+        self._pace = Pace()
 
     def update(self, n: float = 1, **shown: Any) -> None:
         """Count `n` more units; `shown` values replace the earlier ones of the same name."""
         self.done += n
         self.shown.update(shown)
+        if n > 0:
+            self._pace.reached(self.done - self._first)
 
     def skip(self, n: float) -> None:
         """Count `n` units that an earlier run has done; they say nothing of this run's rate."""
         self._first += n
-        self.update(n)
+        self.done += n
+        self.update(0)
 
     def finish(self) -> None:
         """Called once at the end, also after an error."""
@@ -43,6 +49,13 @@ class Bar:
     def rate(self) -> float:
         """Units per second of this run; units done before it (a resumed run) do not count."""
         return (self.done - self._first) / max(time.monotonic() - self._start, 1e-9)
+
+    def left(self) -> str:
+        """The time left, once it can be told."""
+        seconds = None
+        if self.total is not None:
+            seconds = self._pace.left(max(self.total - self.done, 0))
+        return "" if seconds is None else f"{clock(seconds)} left"
 
     def details(self) -> str:
         """Rate and the shown values as one short text."""
@@ -59,21 +72,27 @@ class _RichBar(Bar):
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=18),
             TaskProgressColumn(),
-            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            TextColumn("{task.fields[time]}", markup=False, style="cyan"),
             TextColumn("{task.fields[details]}", markup=False),
             console=console,
         )
         self._task = self._progress.add_task(
-            self.label, total=self.total, completed=self.done, details=""
+            self.label, total=self.total, completed=self.done, time="", details=""
         )
         self._progress.start()
 
     def update(self, n: float = 1, **shown: Any) -> None:
         super().update(n, **shown)
-        self._progress.update(self._task, completed=self.done, details=self.details())
+        self._show(self.left())
 
     def finish(self) -> None:
+        self._show(f"in {clock(time.monotonic() - self._start)}")
         self._progress.stop()
+
+    def _show(self, time_text: str) -> None:
+        self._progress.update(
+            self._task, completed=self.done, time=time_text, details=self.details()
+        )
 
 
 class _PlainBar(Bar):
@@ -84,16 +103,10 @@ class _PlainBar(Bar):
     def update(self, n: float = 1, **shown: Any) -> None:
         super().update(n, **shown)
         if time.monotonic() - self._spoke >= PLAIN_EVERY_SECONDS:
-            self._speak(self._left())
+            self._speak(self.left())
 
     def finish(self) -> None:
-        self._speak(f"in {_clock(time.monotonic() - self._start)}")
-
-    def _left(self) -> str:
-        rate = self.rate()
-        if self.total is None or rate <= 0:
-            return ""
-        return f"{_clock(max(self.total - self.done, 0) / rate)} left"
+        self._speak(f"in {clock(time.monotonic() - self._start)}")
 
     def _speak(self, time_text: str) -> None:
         self._spoke = time.monotonic()
@@ -104,12 +117,6 @@ class _PlainBar(Bar):
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def main_process() -> bool:
@@ -127,6 +134,13 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def terminal() -> Console | None:
+    """Where lines that stay in place may be shown: stderr, if it is a terminal that can move its
+    cursor and nobody asked for silence."""
+    console = Console(stderr=True)
+    return console if console.is_interactive and not _silent() else None
+
+
 @contextmanager
 def progress(
     total: float | None = None, label: str = "", unit: str = "items", done: float = 0
@@ -135,11 +149,11 @@ def progress(
 
     total: units of the whole stage, None when unknown; done: units finished by an earlier run.
     """
-    console = Console(stderr=True)
-    if _silent():
-        bar = Bar(label, total, unit, done)
-    elif console.is_terminal:
+    console = terminal()
+    if console is not None:
         bar = _RichBar(label, total, unit, done, console=console)
+    elif _silent():
+        bar = Bar(label, total, unit, done)
     else:
         bar = _PlainBar(label, total, unit, done)
     try:

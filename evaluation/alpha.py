@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,12 +28,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spectrain.core.batch import Batch, counted, predicting
-from spectrain.core.target import Target
 from spectrain.evaluation.walk import Floats, counted_steps
 from spectrain.heads.base import DraftHead
 
 Ints = NDArray[np.int32]
 _CHUNK = 1 << 24  # logits computed at a time
+
+
+class Verifier(Protocol):
+    """A target, or its output layer alone."""
+
+    vocab_size: int
+
+    def logits(self, last: Tensor) -> Tensor:
+        """[..., H] → [..., V]"""
+        ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ class _Teacher:
 
 @torch.inference_mode()
 def acceptance(
-    target: Target, head: DraftHead, batch: Batch, steps: int, temperatures: Sequence[float]
+    target: Verifier, head: DraftHead, batch: Batch, steps: int, temperatures: Sequence[float]
 ) -> list[list[list[Acceptance]]]:
     """For each temperature and each row of the batch: its replies that have an anchor, in order."""
     ids = head.to_target(torch.arange(head.config.draft_vocab_size, device=batch.tokens.device))
@@ -104,7 +114,7 @@ def _rows_at_once(vocabulary: int) -> int:
 
 
 def _read_teacher(
-    target: Target, batch: Batch, ids: Tensor, temperatures: Sequence[float]
+    target: Verifier, batch: Batch, ids: Tensor, temperatures: Sequence[float]
 ) -> _Teacher:
     """ids [D]: target ids of the draft vocabulary."""
     where = predicting(batch.reply).flatten().nonzero().flatten()
@@ -115,6 +125,9 @@ def _read_teacher(
     slots[ids] = torch.arange(len(ids), device=ids.device)
     last = batch.last.flatten(0, 1)[where]
     known = batch.argmax.flatten()[where]
+    if not any(temperatures) and bool((known >= 0).all()):  # the target has said all that is asked
+        nothing = last.new_zeros(0)
+        return _Teacher(place, nothing, token, slots[token], nothing, known, slots[known], {})
     guessable, token_logit, top = [], [], []
     lognorm: dict[float, list[Tensor]] = {t: [] for t in temperatures if t > 0}
     for rows in torch.arange(len(where), device=where.device).split(

@@ -42,12 +42,11 @@ def measure(
         for row in rows:
             wanted[row.index] = (*wanted.get(row.index, ()), temperature)
             by_index[row.index] = row
-    budget = min(_BATCH_TOKENS, _BATCH_LOGITS // head.config.draft_vocab_size)
     found: dict[float, dict[int, Conversation]] = {temperature: {} for temperature in used}
     with progress(len(wanted), "measure acceptance", "rows") as bar:
         for temperatures in sorted(set(wanted.values())):
             group = [by_index[index] for index, ts in wanted.items() if ts == temperatures]
-            for part in _by_length(group, budget):
+            for part in batches(group, head):
                 batch = source.batch(part, bool(head.needs.aux_layers)).to(
                     target.device, target.dtype
                 )
@@ -60,8 +59,9 @@ def measure(
     return {t: [found[t][row.index] for row in used[t]] for t in used}
 
 
-def _by_length(rows: list[RowInfo], budget: int) -> Iterator[list[RowInfo]]:
-    """Rows of similar length together, at most `budget` padded tokens each (or one row)."""
+def batches(rows: list[RowInfo], head: DraftHead) -> Iterator[list[RowInfo]]:
+    """Rows of similar length together, as many as `head` may be measured on at a time (or one)."""
+    budget = min(_BATCH_TOKENS, _BATCH_LOGITS // head.config.draft_vocab_size)
     part: list[RowInfo] = []
     for row in sorted(rows, key=lambda row: (row.length, row.index)):
         if part and (len(part) + 1) * row.length > budget:

@@ -42,10 +42,9 @@ class Conversation:
 def summarise(conversations: Sequence[Conversation], steps: int, seed: int) -> dict[str, Any]:
     """All numbers over these conversations, as plain JSON values; None where undefined."""
     sums = _stack([_sums(conversation, steps) for conversation in conversations])
-    marginal = intervals(sums, lambda s: ratio(s["beta"], s["anchors"]), seed)
-    conditional = intervals(sums, lambda s: ratio(s["reached_beta"], s["reached"]), seed)
-    joint = intervals(sums, _joint, seed)
-    tau = intervals(sums, lambda s: ratio(s["tokens"], s["forwards"]), seed)
+    marginal, conditional, joint, tau = (
+        intervals(sums, statistic, seed) for statistic in (_marginal, _conditional, _joint, _tau)
+    )
     total = {name: column.sum(0) for name, column in sums.items()}
     return {
         "conversations": len(conversations),
@@ -71,6 +70,22 @@ def summarise(conversations: Sequence[Conversation], steps: int, seed: int) -> d
             }
             for g in range(steps)
         ],
+    }
+
+
+def totals(conversations: Sequence[Conversation], steps: int) -> dict[str, Floats]:
+    """What enters the ratios, summed over conversations (none: zeros): anchors, beta, reached,
+    reached_beta [K]; tokens, forwards [K] over γ; runs [K, K+1]. Totals of parts may be added."""
+    own = [_sums(Conversation("", []), steps), *(_sums(each, steps) for each in conversations)]
+    return {name: column.sum(0) for name, column in _stack(own).items()}
+
+
+def values(sums: dict[str, Floats]) -> dict[str, list[float | None]]:
+    """Of `totals`, the values that `summarise` gives: marginal, conditional [K], tau [K] over γ."""
+    found = {"marginal": _marginal(sums), "conditional": _conditional(sums), "tau": _tau(sums)}
+    return {
+        name: [None if np.isnan(value) else float(value) for value in column]
+        for name, column in found.items()
     }
 
 
@@ -105,8 +120,7 @@ def by_domain(
 
 
 def _sums(conversation: Conversation, steps: int) -> dict[str, Floats]:
-    """What enters the ratios. anchors, beta, reached, reached_beta [K]; tokens, forwards [K] over
-    γ (tokens are the same for each); runs [K, K+1]."""
+    """What enters the ratios, see `totals` (tokens are the same for each γ)."""
     sums = {
         name: np.zeros(steps)
         for name in ("anchors", "beta", "reached", "reached_beta", "tokens", "forwards")
@@ -132,9 +146,21 @@ def _stack(rows: list[dict[str, Floats]]) -> dict[str, Floats]:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
+def _marginal(sums: dict[str, Floats]) -> Floats:
+    return ratio(sums["beta"], sums["anchors"])
+
+
+def _conditional(sums: dict[str, Floats]) -> Floats:
+    return ratio(sums["reached_beta"], sums["reached"])
+
+
+def _tau(sums: dict[str, Floats]) -> Floats:
+    return ratio(sums["tokens"], sums["forwards"])
+
+
 def _joint(sums: dict[str, Floats]) -> Floats:
     """Product of the conditionals [S, K]; once it is 0 it stays 0, though nothing is reached."""
-    conditional = ratio(sums["reached_beta"], sums["reached"])
+    conditional = _conditional(sums)
     product = np.ones_like(conditional)
     for k in range(conditional.shape[1]):
         before = product[:, k - 1] if k else np.ones(len(conditional))

@@ -24,7 +24,7 @@ from spectrain.heads.io import find_head
 from spectrain.heads.registry import family
 from spectrain.heads.work import Work
 from spectrain.recipes.estimate_report import render
-from spectrain.recipes.train import TrainConfig, options_of
+from spectrain.recipes.train_config import TrainConfig, options_of
 from spectrain.trainer import estimate as told
 from spectrain.trainer.estimate import Memory, Step
 from spectrain.trainer.speeds import Speeds

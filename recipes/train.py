@@ -3,6 +3,7 @@
 out/checkpoints/step-…   what a run that was interrupted goes on from
 out/metrics.jsonl        one row for each logged step
 out/head/                the result: weights, config, provenance, training curve
+out/best/                the best head by held-out τ, where that is measured on the way
 out/target/, out/adapter/   the target, where it was trained along: as a model, or as an adapter
 out/report.json          the report; with it the run is finished
 """
@@ -13,16 +14,15 @@ import gc
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel
 
 from spectrain.core.batch import counted
-from spectrain.core.config import nearest
 from spectrain.core.errors import SpectrainError
-from spectrain.core.files import disk_errors, read_json, sha256_file, write_json
+from spectrain.core.files import disk_errors, write_json
 from spectrain.core.models import lasting_name, resolve
 from spectrain.core.provenance import provenance
 from spectrain.core.target import Target
@@ -30,8 +30,17 @@ from spectrain.data.online import OnlineStore
 from spectrain.data.shard import RowInfo
 from spectrain.data.store import FeatureStore
 from spectrain.heads.base import DraftHead
-from spectrain.heads.io import WEIGHTS, find_head, load_head, save_head
+from spectrain.heads.io import load_head, save_head
 from spectrain.heads.registry import family
+from spectrain.recipes.heldout import BEST, heldout, tidy
+from spectrain.recipes.train_config import (
+    REPORT,
+    TrainConfig,
+    check_options,
+    finished_report,
+    identity_of,
+    options_of,
+)
 from spectrain.recipes.train_report import (
     HEAD,
     about_store,
@@ -42,54 +51,16 @@ from spectrain.recipes.train_report import (
     vocabulary_line,
 )
 from spectrain.trainer.changes import digests, require_changes
-from spectrain.trainer.checkpoint import FOLDER, require_same
+from spectrain.trainer.checkpoint import FOLDER
 from spectrain.trainer.estimate import shortage
 from spectrain.trainer.launch import start_all
 from spectrain.trainer.loop import Data, train
 from spectrain.trainer.metrics import METRICS, read_metrics
 from spectrain.trainer.quality import heldout_loss
-from spectrain.trainer.settings import FREE_TO_CHANGE, TrainerSettings
-from spectrain.trainer.tracking import make_accelerator, precision, start_trackers
+from spectrain.trainer.tracking import WANDB_ID, make_accelerator, precision
 from spectrain.trainer.trunk import ADAPTER, TARGET, JointHead, from_scratch
 
-__all__ = ["TrainConfig", "render", "run"]
-
-REPORT = "report.json"
-
-
-class TrainConfig(TrainerSettings):
-    """Settings of `train-…`."""
-
-    target: str = Field("smollm2-135m", description="target: embedded name, folder or hub id")
-    store: Path = Field(Path("runs/store"), description="feature store that `prepare` wrote")
-    online: bool | Literal["auto"] = Field(
-        "auto",
-        description="true: the target computes the features of every batch, whatever is stored; "
-        "auto: where the store holds none",
-    )
-    out: Path = Field(Path("runs/train"), description="folder of the run; the head is out/head")
-    family: str = Field("eagle3", description="head family, e.g. eagle3 or medusa")
-    head: dict[str, Any] = Field({}, description="options of the family, e.g. head.steps")
-    init: Path | None = Field(
-        None,
-        description="folder of a head (or of its run) to start from; its draft vocabulary is kept",
-    )
-    extend: bool = Field(
-        False, description="let a run go on to more steps than it was started with"
-    )
-    put_back: Path | None = Field(
-        None,
-        description="new folder for a copy of the target with its native MTP layers as trained",
-    )
-    overwrite: bool = Field(False, description="throw away an earlier run in the same folder")
-
-
-# Paths may differ between two parts of a run: what they lead to is compared by fingerprint. The
-# others are compared by what follows from them.
-_NOT_COMPARED = FREE_TO_CHANGE | {
-    *("target", "store", "out", "init", "extend", "overwrite", "epochs", "steps"),
-    *("family", "head", "put_back", "online"),
-}
+__all__ = ["TrainConfig", "check_options", "render", "run"]
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
@@ -111,14 +82,15 @@ def run(config: TrainConfig) -> dict[str, Any]:
                 config.out.mkdir(parents=True, exist_ok=True)
             if config.overwrite:
                 _clear(config.out)
+            tidy(config.out)
         accelerator.wait_for_everyone()
         store = FeatureStore.open(config.store)
         rows = store.rows("train")
         _require_anchors(store, rows)
         steps, online = config.total_steps(len(rows)), _online(config, store)
         settings = config.model_copy(update={"steps": steps, "online": online})
-        identity = _identity(settings, options, store)
-        finished = _finished(settings, identity)
+        identity = identity_of(settings, options, store)
+        finished = finished_report(settings, identity)
         if finished is not None:
             if main:
                 print(f"this run is finished: {config.out / HEAD}", file=sys.stderr)
@@ -149,7 +121,9 @@ def run(config: TrainConfig) -> dict[str, Any]:
             print(short, file=sys.stderr)
         watched = head.everything() if settings.trunk.trained else head
         before = digests(watched)
-        start_trackers(accelerator, identity, config.out)
+        about = provenance(config.model_dump(mode="json"), config.seed, store=identity["store"])
+        live = target if settings.trunk.trained else None
+        evaluate = heldout(settings, store, source, head, live, accelerator, about)
         with_aux = bool(head.needs.aux_layers)
         data = Data(
             lengths=[row.length for row in rows],
@@ -157,7 +131,9 @@ def run(config: TrainConfig) -> dict[str, Any]:
             load=lambda places: source.packed([[rows[i] for i in row] for row in places], with_aux),
             ahead=not online,  # the target is asked on the device that computes the step
         )
-        state = train(head, data, settings, accelerator, config.out, identity, config.extend)
+        state = train(
+            head, data, settings, accelerator, config.out, identity, config.extend, evaluate
+        )
         require_changes(watched, before, str(config.out), state.unreached or ())
         accelerator.wait_for_everyone()  # the metrics are complete
         report = make_report(settings, state, store, accelerator, head.weights(1.0))
@@ -171,9 +147,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
             head = head.head
         if main:
             extra = {
-                "provenance.json": provenance(
-                    config.model_dump(mode="json"), config.seed, store=identity["store"]
-                ),
+                "provenance.json": about,
                 "training.json": {"report": report, "curve": read_metrics(config.out)},
             }
             save_head(head, config.out / HEAD, extra)
@@ -190,35 +164,6 @@ def tuned_target(out: Path) -> Path | None:
     """Where a run that trained the target along left it: the whole model or the adapter."""
     found = [out / name for name in (TARGET, ADAPTER) if (out / name).is_dir()]
     return found[0] if found else None
-
-
-def check_options(config: TrainConfig) -> None:
-    """Raise SpectrainError for an unknown family or options it does not have."""
-    options_of(config)
-
-
-def options_of(config: TrainConfig) -> BaseModel:
-    """The family's options; every problem is told at once."""
-    kind = family(config.family).Options
-    if config.init is not None and config.head:
-        raise SpectrainError(
-            f"head options ({', '.join(config.head)}) cannot change the head given by init",
-            fix="leave out one of them",
-        )
-    try:
-        return kind.model_validate(config.head)
-    except ValidationError as error:
-        problems = []
-        for item in error.errors():
-            key = ".".join(str(part) for part in item["loc"])
-            if item["type"] == "extra_forbidden":
-                known = list(kind.model_fields)
-                problems.append(
-                    f"unknown key head.{key}{nearest(key, known)} (known: {', '.join(known)})"
-                )
-            else:
-                problems.append(f"head.{key}: {item['input']!r} refused, {item['msg']}")
-        raise SpectrainError("; ".join(problems), where=f"{config.family} options") from None
 
 
 def _require_anchors(store: FeatureStore, rows: list[RowInfo]) -> None:
@@ -239,44 +184,11 @@ def _online(config: TrainConfig, store: FeatureStore) -> bool:
     return online
 
 
-def _identity(settings: TrainConfig, options: BaseModel, store: FeatureStore) -> dict[str, Any]:
-    """What must not change between the parts of one run."""
-    init = settings.init and find_head(settings.init) / WEIGHTS
-    if init and not init.is_file():
-        raise SpectrainError(
-            "no head to start from",
-            where=str(settings.init),
-            fix="give the folder of a head; a draft starts from a model folder with head.model",
-        )
-    return {
-        "family": settings.family,
-        "store": store.manifest["fingerprint"],
-        # A store that did not round the features has the ones that are computed.
-        "online": settings.online and (store.rounded or not store.features),
-        "init": sha256_file(init)[:16] if init else None,
-        "steps": settings.steps,
-        "head": options.model_dump(mode="json"),
-        **settings.model_dump(mode="json", exclude=set(_NOT_COMPARED)),
-        # Their order counts, too.
-        "lr_factors": [list(pair) for pair in settings.lr_factors.items()] or None,
-    }
-
-
-def _finished(settings: TrainConfig, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The report of a run that is complete; None when there is work to do."""
-    path = settings.out / REPORT
-    if not path.is_file():
-        return None
-    content = read_json(path)
-    require_same(content["config"], identity, str(settings.out), settings.extend)
-    return content["report"] if content["config"]["steps"] == settings.steps else None
-
-
 def _clear(out: Path) -> None:
     """Remove an earlier run, and nothing else that may lie in the folder."""
-    for name in (FOLDER, HEAD, TARGET, ADAPTER):
+    for name in (FOLDER, HEAD, BEST, TARGET, ADAPTER):
         shutil.rmtree(out / name, ignore_errors=True)
-    for name in (METRICS, REPORT):
+    for name in (METRICS, REPORT, WANDB_ID):
         (out / name).unlink(missing_ok=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,13 +12,14 @@ from accelerate import Accelerator
 from spectrain.core.environment import describe, peak_rss_mb
 from spectrain.data.store import SPLITS, FeatureStore
 from spectrain.heads.base import DraftHead
+from spectrain.recipes.heldout import BEST, read_best
 from spectrain.trainer.loop import State
-from spectrain.trainer.metrics import acceptance, read_metrics
+from spectrain.trainer.metrics import acceptance, read_heldout, read_metrics
 from spectrain.trainer.quality import Loss, change
 from spectrain.trainer.trunk import ADAPTER, TARGET
 
 if TYPE_CHECKING:
-    from spectrain.recipes.train import TrainConfig
+    from spectrain.recipes.train_config import TrainConfig
 
 HEAD = "head"
 ENOUGH = 0.95  # coverage of held-out text below which a draft vocabulary is worth a remark
@@ -58,6 +59,9 @@ def make_report(
         "first_steps": rows[0]["step"],
         # The first term of a joint training is the trunk's, which drafts nothing.
         "acceptance": acceptance(hits, seen)[1 if settings.trunk.trained else 0 :],
+        "heldout": next(reversed(read_heldout(settings.out)), None),
+        "best": read_best(settings.out),
+        "best_head": str(settings.out / BEST),
         "skipped_steps": state.skipped,
         "ema": settings.ema,
         "processes": accelerator.num_processes,
@@ -146,6 +150,7 @@ def render(report: dict[str, Any]) -> str:
             f"the head is the running mean of its weights (decay {report['ema']:g}); those of the "
             "last step are in its checkpoint"
         )
+    lines += list(_on_heldout(report))
     if report.get("vocabulary"):
         lines.append(vocabulary_line(report["vocabulary"]))
     if "tuned_target" in report:
@@ -161,6 +166,27 @@ def render(report: dict[str, Any]) -> str:
     else:
         lines.append(f"what it is worth: {_measure(report)}")
     return "\n".join(lines)
+
+
+def _on_heldout(report: dict[str, Any]) -> Iterator[str]:
+    """What was measured on the way; nothing where nothing was."""
+    if not report.get("heldout"):  # a report of an earlier version has no such entry
+        return
+    step, last, best = report["heldout"]["step"], report["heldout"]["heldout"], report["best"]
+    alpha = " ".join("–" if a is None else f"{a:.2f}" for a in last["conditional"])
+    yield (
+        f"held-out, {last['rows']} rows, greedy, drafts of {last['draft']}: τ "
+        f"{_or_dash(last['tau'])}, α by position (conditional) {alpha}, loss "
+        f"{_or_dash(last['loss'])}, after step {step:,}"
+    )
+    if best and best["step"] == step:
+        yield "its τ is the best of the run"
+    elif best:
+        yield f"best τ {best['tau']:.3f} after step {best['step']:,}: {report['best_head']}"
+
+
+def _or_dash(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
 
 
 def _measure(report: dict[str, Any]) -> str:

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from spectrain.core.batch import Batch
 from spectrain.core.errors import RunFailed, SpectrainError
 from spectrain.core.files import require_free
-from spectrain.core.progress import progress
 from spectrain.heads.base import DraftHead
 from spectrain.trainer import checkpoint, optim, order
 from spectrain.trainer.ema import Ema
-from spectrain.trainer.metrics import MetricsFile, Stopwatch, Window
+from spectrain.trainer.journal import Evaluate, opened
+from spectrain.trainer.metrics import Stopwatch
 from spectrain.trainer.prefetch import reading
 from spectrain.trainer.settings import TrainerSettings
 from spectrain.trainer.signals import interrupts, wanted
@@ -57,11 +57,13 @@ def train(
     run: Path,
     identity: Mapping[str, Any],
     extend: bool = False,
+    evaluate: Evaluate | None = None,
 ) -> State:
     """Train `head` in place for settings.steps, going on from the newest checkpoint in `run`.
 
     With settings.ema `head` is the running mean of its weights afterwards.
-    identity: JSON values that have to be the same for a run to be continued.
+    identity: JSON values that have to be the same for a run to be continued; evaluate: called by
+    all processes after every settings.eval_every steps and the last one.
     Raises SpectrainError for a run with another identity or damaged checkpoints alone, RunFailed
     when the loss stays not finite; KeyboardInterrupt after Ctrl-C and Terminated after SIGTERM,
     with a checkpoint written.
@@ -84,8 +86,7 @@ def train(
     trainable = [value for value in head.parameters() if value.requires_grad]
     rows = order.Order(data.lengths, settings.batch_size, settings.seed)
     cut = {"micro_batch": settings.micro_batch, "pack": settings.pack_length}
-    file = MetricsFile(run, after=state.step) if main else None
-    watch, logged_supervised, logged_seconds = Stopwatch(), state.supervised, state.seconds
+    watch = Stopwatch()
     saved_at, most = time.monotonic(), 60 * settings.save_minutes or math.inf
 
     def read(step: int) -> list[Batch]:
@@ -96,8 +97,16 @@ def train(
     with (
         interrupts() as asked,
         reading(read, steps, data.ahead, pin=on_gpu) as batches_of,
-        progress(steps, "train", "steps", state.step) as bar,
+        opened(run, settings, accelerator, identity, state, evaluate) as journal,
     ):
+
+        def measure() -> None:
+            """On held-out rows, where it is due: that is no training time."""
+            if journal.measures(state.step):
+                with watch.paused(), ema.swapped_in(head):
+                    journal.heldout(state.step)
+
+        measure()  # what a run that was interrupted had not come to
         while state.step < steps:
             step = state.step
             # The same for all processes: noise is drawn by conversation (heads/noise.py).
@@ -167,33 +176,19 @@ def train(
                 )
 
             # What the world gets to see, and what survives us.
-            if state.step % settings.log_every == 0 or state.step == steps:
-                row = {
-                    "step": state.step,
-                    **state.window.row(weights),
-                    "lr": settings.lr * rate,
-                    "grad_norm": None if bad else norm.item(),
-                    "supervised_tokens": state.supervised,
-                    "tokens_per_second": (state.supervised - logged_supervised)
-                    / (state.seconds - logged_seconds),
-                }
-                logged_supervised, logged_seconds = state.supervised, state.seconds
-                state.window = Window()
-                if file:
-                    file.append(row)
-                accelerator.log(_plain(row), step=state.step)
-                bar.update(0, **_shown(row))
-            bar.update(1)
+            journal.step(state, weights, rate, None if bad else norm)
             if state.step % settings.save_every == 0 or state.step == steps or stop or due:
                 if main:
                     saved = {**asdict(state), "seed": settings.seed, "config": dict(identity)}
                     checkpoint.save(run, head, parts, ema, saved, settings.keep)
+                journal.saved(state.step)
                 saved_at = time.monotonic()
             if stop and state.step < steps:
                 if main:
                     print(f"checkpoint of step {state.step} of {steps} written", file=sys.stderr)
                 accelerator.wait_for_everyone()  # launchers end the others when the first one goes
                 raise stop
+            measure()
     if state.skipped_in_row:
         raise RunFailed(
             f"the loss or its gradient was not finite in the last {state.skipped_in_row} steps",
@@ -259,24 +254,3 @@ def _split(flat: Tensor) -> tuple[list[float], ...]:
 def _last_good(run: Path) -> str:
     found = next(checkpoint.whole(run), None)
     return f"the last good checkpoint is {found[0]}" if found else "no checkpoint was written yet"
-
-
-def _plain(row: dict[str, Any]) -> dict[str, float]:
-    """A row of metrics as single numbers, for trackers."""
-    flat: dict[str, float] = {}
-    for key, value in row.items():
-        for name, number in (
-            [(f"{key}/{i}", v) for i, v in enumerate(value)]
-            if isinstance(value, list)
-            else [(key, value)]
-        ):
-            if number is not None:
-                flat[name] = number
-    return flat
-
-
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    """What fits on the progress line."""
-    first = [f"{value:.2f}" for value in row["acceptance"][:3] if value is not None]
-    shown = {"loss": row["loss"], "acc": "/".join(first), "tok/s": round(row["tokens_per_second"])}
-    return {name: value for name, value in shown.items() if value is not None}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from spectrain.core.files import atomic_write, disk_errors
 
 METRICS = "metrics.jsonl"
+HELDOUT = "heldout"  # the key of an evaluation among the rows
 
 
 @dataclass
@@ -64,12 +66,13 @@ def _ratio(total: float, count: float) -> float | None:
 
 
 class MetricsFile:
-    """metrics.jsonl of a run: one JSON object a line, a row for each logged step."""
+    """metrics.jsonl of a run: one JSON object a line, a row for each logged step and one for each
+    evaluation on held-out conversations."""
 
     def __init__(self, run: Path, after: int) -> None:
         """Continue behind step `after`: later rows (of steps that will run again) are dropped."""
         self.path = run / METRICS
-        kept = [row for row in read_metrics(run) if row["step"] <= after]
+        kept = [row for row in _read(run) if row["step"] <= after]
         atomic_write(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def append(self, row: dict[str, Any]) -> None:
@@ -78,7 +81,17 @@ class MetricsFile:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The rows of a run; a line that a killed process left unfinished is passed over."""
+    """The training rows of a run."""
+    return [row for row in _read(run) if HELDOUT not in row]
+
+
+def read_heldout(run: Path) -> list[dict[str, Any]]:
+    """The evaluations of a run: {"step": …, "heldout": {…}}."""
+    return [row for row in _read(run) if HELDOUT in row]
+
+
+def _read(run: Path) -> list[dict[str, Any]]:
+    """All rows; a line that a killed process left unfinished is passed over."""
     path = run / METRICS
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
@@ -90,7 +103,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 class Stopwatch:
-    """Seconds since it was last read."""
+    """Seconds since it was last read, pauses left out."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -99,3 +112,10 @@ class Stopwatch:
         now = time.perf_counter()
         passed, self._last = now - self._last, now
         return passed
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside takes no time."""
+        begin = time.perf_counter()
+        yield
+        self._last += time.perf_counter() - begin

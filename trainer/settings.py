@@ -151,6 +151,13 @@ class TrainerSettings(Config):
     )
     keep: int = Field(2, ge=1, description="checkpoints that are kept")
     log_every: int = Field(10, ge=1, description="steps between two rows of metrics")
+    eval_every: int = Field(
+        0,
+        ge=0,
+        description="steps between two measurements on held-out conversations (the best head is "
+        "kept in out/best); 0: none",
+    )
+    eval_rows: int = Field(64, ge=1, description="held-out conversations measured, at most")
     tracker: Literal["none", "wandb", "tensorboard"] = Field(
         "none", description="where metrics go besides metrics.jsonl"
     )
@@ -173,6 +180,6 @@ class TrainerSettings(Config):
 FREE_TO_CHANGE = frozenset(
     {
         *("micro_batch", "pack_length", "max_bad_steps", "save_every", "save_minutes", "keep"),
-        *("log_every", "tracker"),
+        *("log_every", "tracker", "eval_every", "eval_rows"),
     }
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +16,13 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs
 
 from spectrain.core.errors import SpectrainError
+from spectrain.core.files import atomic_write
 from spectrain.trainer.muon import working_type
 from spectrain.trainer.settings import TrainerSettings
 
 PROJECT = "spectrain"
 WANDB_HOST = "api.wandb.ai"
+WANDB_ID = "wandb-id.txt"
 
 
 def make_accelerator(settings: TrainerSettings, run: Path) -> Accelerator:
@@ -56,9 +59,19 @@ def precision(settings: TrainerSettings) -> Literal["no", "bf16"]:
     return "bf16" if working_type(here or torch.device("cpu")) is torch.bfloat16 else "no"
 
 
-def start_trackers(accelerator: Accelerator, identity: Mapping[str, Any], run: Path) -> None:
-    """Open the chosen tracker; wandb stays offline when nobody is logged in."""
+def start_trackers(
+    accelerator: Accelerator, identity: Mapping[str, Any], run: Path, step: int
+) -> None:
+    """Open the chosen tracker for a run that goes on behind `step` (0: a new one).
+
+    wandb goes on under the id that is kept in the run's folder, and stays offline when nobody is
+    logged in; of tensorboard's points those of steps that will run again are taken back.
+    """
+    if not accelerator.is_main_process or not accelerator.log_with:
+        return
     wandb: dict[str, Any] = {"dir": str(run), "name": run.name}
+    if "wandb" in map(str, accelerator.log_with):
+        wandb |= {"id": _wandb_id(run, new=step == 0), "resume": "allow"}
     if not _has_wandb_key() and "WANDB_MODE" not in os.environ:
         wandb["mode"] = "offline"
     # Trackers take plain values only.
@@ -66,7 +79,19 @@ def start_trackers(accelerator: Accelerator, identity: Mapping[str, Any], run: P
         key: value if isinstance(value, (int, float, str, bool)) else str(value)
         for key, value in identity.items()
     }
-    accelerator.init_trackers(PROJECT, config=plain, init_kwargs={"wandb": wandb})
+    accelerator.init_trackers(
+        PROJECT,
+        config=None if step else plain,
+        init_kwargs={"wandb": wandb, "tensorboard": {"purge_step": step + 1}},
+    )
+
+
+def _wandb_id(run: Path, new: bool) -> str:
+    """The id of a run, made and kept where it is new; one of an earlier version has none."""
+    path = run / WANDB_ID
+    if new or not path.is_file():
+        atomic_write(path, secrets.token_hex(4) + "\n")
+    return path.read_text(encoding="utf-8").strip()
 
 
 def _has_wandb_key() -> bool:

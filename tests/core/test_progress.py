@@ -28,11 +28,17 @@ def test_plain_lines_tell_time_left_and_values(capsys, monkeypatch):
     monkeypatch.setattr(module, "PLAIN_EVERY_SECONDS", 0.0)
     with progress(4, "train", "steps", done=1) as bar:
         bar.update(1, loss=1.23456)
+        early = capsys.readouterr().err
+        bar._pace._start -= 10  # a while has passed
+        bar._pace._marks[0] = (bar._pace._marks[0][0] - 10, 1)
+        bar._pace._ends = 2
+        bar.update(1)
+    assert early.startswith("train: 2/4 steps")
+    assert "loss 1.235" in early
+    assert "left" not in early  # of one step nothing follows
     first, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("train: 2/4 steps")
-    assert "left" in first
-    assert "loss 1.235" in first
-    assert last.startswith("train: 2/4 steps  in 0:0")
+    assert "train: 3/4 steps  0:10 left" in first
+    assert last.startswith("train: 3/4 steps  in 0:0")
 
 
 def test_unknown_total(capsys):
@@ -54,6 +60,7 @@ def test_silence(capsys, monkeypatch, name, value):
 
 def test_bar_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     with progress(2, "train", "steps") as bar:
         bar.update(1, loss=0.5)
@@ -61,6 +68,7 @@ def test_bar_on_a_terminal(capsys, monkeypatch):
     err = capsys.readouterr().err
     assert "100%" in err
     assert "loss 0.25" in err
+    assert "in 0:00" in err
 
 
 def test_rate_counts_only_this_run():

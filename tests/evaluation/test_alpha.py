@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from spectrain.core.batch import predicting
 from spectrain.evaluation.alpha import acceptance
 from spectrain.evaluation.summary import Conversation, summarise
 
@@ -239,6 +240,19 @@ def test_the_argmax_is_the_captured_one(tables):
     batch.argmax.fill_(-1)
     ((replies,),) = acceptance(target, head, batch, 1, [0.0])
     assert replies[0].beta.max() == 0
+
+
+def test_greedy_alone_asks_the_target_nothing_that_it_has_said(tables):
+    """Where every choice is known no logits are made, and the numbers are those of the long way."""
+    target, head = tables.make(seed=5)
+    batch = tables.batch_of(target, tables.random_rows(3, target.vocab_size, SHAPES))
+    batch.argmax = torch.where(predicting(batch.reply), target.logits(batch.last).argmax(-1), -1)
+    expected = acceptance(target, head, batch, 3, [0.0, 1.0])[0]
+    target.logits = None
+    for left, right in zip(expected, acceptance(target, head, batch, 3, [0.0])[0], strict=True):
+        for a, b in zip(left, right, strict=True):
+            for name in ("beta", "kept", "ranks"):
+                assert np.array_equal(getattr(a, name), getattr(b, name))
 
 
 def test_chunks_change_nothing(tables, monkeypatch):

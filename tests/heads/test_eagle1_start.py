@@ -11,7 +11,7 @@ from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
 from spectrain.heads import eagle1_init
 from spectrain.heads.eagle1 import Eagle1Options
-from spectrain.recipes import train
+from spectrain.recipes import train_config
 
 
 def test_names_are_those_of_the_published_layout(tiny, whole):
@@ -131,9 +131,9 @@ def test_a_few_steps_of_training_lower_both_losses(tiny, init):
     ],
 )
 def test_bad_options_are_one_line(options, message):
-    config = train.TrainConfig(family="eagle1", head=options)
+    config = train_config.TrainConfig(family="eagle1", head=options)
     with pytest.raises(SpectrainError, match=message) as caught:
-        train._options(Eagle1Options, config)
+        train_config.options_of(Eagle1Options, config)
     assert "\n" not in str(caught.value)
 
 

@@ -13,7 +13,7 @@ from spectrain.core.target import Target
 from spectrain.heads.eagle3 import Eagle3Options
 from spectrain.heads.io import load_head, save_head
 from spectrain.heads.layers import Rotary
-from spectrain.recipes import train
+from spectrain.recipes import train_config
 
 
 def test_start_is_the_target_s_last_layer(tiny):
@@ -47,7 +47,7 @@ def test_impossible_aux_layers_are_refused(tiny, layers):
 def test_impossible_options_are_one_line(bad):
     (key,) = bad
     with pytest.raises(SpectrainError, match=f"head.{key}: .* refused") as caught:
-        train._options(Eagle3Options, train.TrainConfig(head=bad))
+        train_config.options_of(Eagle3Options, train_config.TrainConfig(head=bad))
     assert "\n" not in str(caught.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from spectrain.core.errors import SpectrainError
 from spectrain.trainer import launch, tracking
+from spectrain.trainer.loop import train
 from spectrain.trainer.settings import TrainerSettings
 
 OPTIONS = ["--num_processes", "3", "--cpu", "-m", "spectrain", "train-eagle"]
@@ -71,15 +73,62 @@ def test_a_key_decides_whether_wandb_is_online(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_wandb_works_offline(accelerator, monkeypatch, tmp_path):
+def test_wandb_works_offline_and_goes_on_under_the_same_id(accelerator, monkeypatch, tmp_path):
+    """A run that goes on behind a step is the same one; one that begins anew is another."""
     pytest.importorskip("wandb")
     monkeypatch.setattr(tracking, "_has_wandb_key", lambda: False)
     settings = TrainerSettings(tracker="wandb")
-    tracked = tracking.make_accelerator(settings, tmp_path)
-    tracking.start_trackers(tracked, {"lr": 1e-3, "init": None}, tmp_path)
-    tracked.log({"loss": 1.0}, step=1)
-    tracked.end_training()
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    ids = []
+    for step in (0, 3, 0):
+        tracked = tracking.make_accelerator(settings, tmp_path)
+        tracking.start_trackers(tracked, {"lr": 1e-3, "init": None}, tmp_path, step)
+        ids.append(tracked.trackers[0].tracker.id)
+        tracked.log({"loss": 1.0}, step=step + 1)
+        tracked.end_training()
+        assert list(tmp_path.glob(f"wandb/offline-run-*-{ids[-1]}/*.wandb"))
+    assert ids[0] == ids[1] != ids[2]
+
+
+class Crash(Exception):
+    pass
+
+
+def evaluation(step):
+    """What is told of held-out rows."""
+    return {"rows": 9, "draft": 2, "tau": 1 + step / 10, "conditional": [0.5, None]}
+
+
+def test_tensorboard_has_no_point_twice(accelerator, make_head, make_data, tmp_path):
+    """Steps 3 and 4 were told, then the run died; it goes on behind step 2 and tells them again."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    loads = iter(range(100))
+
+    def before_load(_batch):
+        if next(loads) == 4:
+            raise Crash
+
+    settings = TrainerSettings(
+        steps=6, batch_size=4, log_every=1, save_every=2, eval_every=2, tracker="tensorboard"
+    )
+
+    def part(data):
+        tracked = tracking.make_accelerator(settings, tmp_path)
+        try:
+            head = make_head()
+            train(head, data, settings, tracked, tmp_path, {}, evaluate=evaluation)
+        finally:
+            tracked.end_training()
+
+    with pytest.raises(Crash):
+        part(make_data(before_load=before_load))
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+    part(make_data())
+    events = accumulator.EventAccumulator(str(tmp_path / tracking.PROJECT))
+    events.Reload()
+    assert [point.step for point in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert [point.step for point in events.Scalars("heldout/tau")] == [2, 4, 6]
+    assert events.Scalars("heldout/tau")[-1].value == pytest.approx(1.6)
+    assert "heldout/conditional/1" not in events.Tags()["scalars"]
 
 
 @pytest.mark.parametrize("units", [True, False])
