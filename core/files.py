@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -72,6 +73,12 @@ def _lacks_folder(path: Path, failed: str | None) -> bool:
 def _sibling(path: Path) -> Path:
     """A free name beside `path`: on the same file system, so that the rename is atomic."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Temporary files and folders in `folder` whose writer was killed (nobody writes there now)."""
+    names = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
+    return [path for path in folder.glob(".*.tmp") if names.fullmatch(path.name)]
 
 
 def _sync_folder(folder: Path) -> None:

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import (
     atomic_folder,
+    leftovers,
     read_json,
     require_free,
     sha256_file,
@@ -109,7 +110,7 @@ def restore(folder: Path, head: DraftHead, parts: dict[str, optim.Part], ema: Em
 
 def clean(run: Path) -> None:
     """Remove what a process that was killed while writing left behind."""
-    for left in (*run.glob(".*.tmp"), *(run / FOLDER).glob(".*.tmp")):
+    for left in leftovers(run) + leftovers(run / FOLDER):
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
         else:

@@ -196,10 +196,13 @@ def test_killed_before_the_rename_leaves_the_checkpoint_before(make_head, make_d
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     folder = tmp_path / "cut" / "checkpoints"
     assert sorted(path.name[:6] for path in folder.iterdir()) == [".step-", "step-0"]
+    (tmp_path / "cut" / ".metrics.jsonl.123-0a1b2c3d.tmp").touch()
+    (tmp_path / "cut" / ".mine.tmp").touch()
     resumed = make_head(seed=1)
     fit(resumed, make_data(), tmp_path / "cut")
     assert_same(resumed, whole)
     assert not list(folder.glob(".*"))
+    assert [path.name for path in (tmp_path / "cut").glob(".*")] == [".mine.tmp"]
 
 
 def test_a_full_disk_ends_the_run_and_the_checkpoint_before_stays(
