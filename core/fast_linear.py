@@ -43,7 +43,7 @@ class Weight:
 
     def __init__(self, value: Tensor) -> None:
         self.value = value.detach()
-        self._version = value._version
+        self._version = _version(self.value)
         self._kept: dict[str, Tensor] = {}
 
     def times(self, left: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Weight:
 
     def laid_out(self, side: str) -> Tensor:
         """side: plain for products with the value's transpose, turned for those with the value."""
-        assert self.value._version == self._version, "the weight changed while it was laid out"
+        assert _version(self.value) == self._version, "the weight changed while it was laid out"
         if side not in self._kept:
             self._kept[side] = _pack(self.value if side == "plain" else self.value.t())
         return self._kept[side]
@@ -137,6 +137,11 @@ class _Linear(torch.autograd.Function):
         grad_x = ctx.kept.back(grad) if to_x else None
         grad_weight = fast_product(grad.t(), x.t()) if to_weight else None
         return grad_x, grad_weight, grad.sum(0) if to_bias else None, None
+
+
+def _version(value: Tensor) -> int:
+    """Counts changes in place; of a tensor made in inference mode nobody does."""
+    return 0 if value.is_inference() else value._version
 
 
 def _pack(right: Tensor) -> Tensor:

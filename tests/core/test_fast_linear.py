@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from spectrain.core import fast_linear as module
-from spectrain.core.fast_linear import FEWEST_ROWS, Linear, fast_linear
+from spectrain.core.fast_linear import FEWEST_ROWS, Linear, Weight, fast_linear, laid_out
 from spectrain.core.packing import can_pack
 
 
@@ -56,3 +56,32 @@ def test_other_types_take_the_plain_way(onednn):
     with torch.autocast("cpu", torch.bfloat16):
         assert fast_linear(x.float(), weight.float()).dtype == torch.bfloat16
     assert fast_linear(torch.randn(0, 8), torch.randn(4, 8)).shape == (0, 4)
+
+
+def test_a_weight_that_is_laid_out_once_gives_the_same(onednn):
+    torch.manual_seed(0)
+    layer, x = Linear(24, 40), torch.randn(100, 24, requires_grad=True)
+    alone = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight])
+    with laid_out(layer):
+        for _ in range(2):  # the second time from what was kept
+            again = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight])
+            assert all(torch.equal(one, other) for one, other in zip(alone, again, strict=True))
+    assert layer.laid_out is None
+
+
+def test_a_weight_must_not_change_while_it_is_laid_out(onednn):
+    layer, x = Linear(24, 40), torch.randn(100, 24)
+    with laid_out(layer):
+        layer(x)
+        with torch.no_grad():
+            layer.weight.add_(1)
+        with pytest.raises(AssertionError, match="changed"):
+            layer(x)
+
+
+def test_inference_mode(onednn):
+    with torch.inference_mode():
+        layer, x = Linear(24, 40), torch.randn(100, 24)
+        torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+        found = Weight(torch.ones(70, 3)).times(torch.ones(80, 3))
+        assert torch.equal(found, torch.full((80, 70), 3.0))
