@@ -30,6 +30,7 @@ from spectrain.core.files import (
 from spectrain.heads.base import DraftHead
 from spectrain.heads.io import WEIGHTS, load_weights, write_head, write_tensors
 from spectrain.trainer import optim
+from spectrain.trainer.sharding import gathered
 
 FOLDER = "checkpoints"
 STATE = "state.json"
@@ -37,17 +38,27 @@ OPTIMIZER = "optimizer.safetensors"
 
 
 def save(
-    run: Path, head: DraftHead, parts: dict[str, optim.Part], state: Mapping[str, Any], keep: int
+    run: Path,
+    head: DraftHead,
+    parts: dict[str, optim.Part],
+    state: Mapping[str, Any],
+    keep: int,
+    main: bool = True,
 ) -> Path:
     """Write the checkpoint of state["step"] as one atomic step, then drop all but `keep`.
 
+    main: whether this process writes; the others give their pieces.
     Raises RunFailed on a full disk; the checkpoints before it stay as they are.
     """
     folder = run / FOLDER / f"step-{state['step']:08d}"
+    weights = gathered(head.state_dict(), main)
+    memory = gathered(optim.flatten(parts), main)
+    if not main:
+        return folder
     require_free(run, size(head))
     with atomic_folder(folder) as temporary:
-        write_head(head, temporary)
-        write_tensors(optim.flatten(parts), temporary / OPTIMIZER)
+        write_head(head, temporary, weights)
+        write_tensors(memory, temporary / OPTIMIZER)
         sums = {name: sha256_file(temporary / name) for name in ("config.json", WEIGHTS, OPTIMIZER)}
         write_json(temporary / STATE, {**state, "sha256": sums})
     for old in _folders(run)[keep:]:

@@ -29,7 +29,7 @@ from spectrain.core.errors import RunFailed, SpectrainError
 from spectrain.core.files import require_free
 from spectrain.core.progress import progress
 from spectrain.heads.base import DraftHead
-from spectrain.trainer import checkpoint, optim, order
+from spectrain.trainer import checkpoint, optim, order, sharding
 from spectrain.trainer.metrics import MetricsFile, Stopwatch, Window
 from spectrain.trainer.settings import TrainerSettings
 
@@ -87,7 +87,7 @@ def train(
         require_free(run, checkpoint.size(head))  # now, not after hours of work
         if state.step:
             print(f"going on from step {state.step} of {steps}", file=sys.stderr)
-    model = accelerator.prepare_model(head)
+    model = sharding.prepare(head, accelerator)
     trainable = [value for value in head.parameters() if value.requires_grad]
     rows = order.Order(data.lengths, settings.batch_size, settings.seed)
     cut = {"micro_batch": settings.micro_batch, "pack": settings.pack_length}
@@ -129,9 +129,10 @@ def train(
                 sums[1] += counts[index]
                 sums[2] += objective.hits
                 sums[3] += objective.seen
+            sharding.average(model)
             if state.unreached != []:
                 state.unreached = _unreached(head, state.unreached)
-            norm = accelerator.clip_grad_norm_(trainable, settings.clip or math.inf)
+            norm = sharding.clip(trainable, settings.clip or math.inf)
 
             # One exchange of all that the processes have to agree on, one wait for the device.
             bad = ~(torch.isfinite(norm) & torch.isfinite(sums[0]).all())
@@ -178,9 +179,9 @@ def train(
                 accelerator.log(_plain(row), step=state.step)
                 bar.update(0, **_shown(row))
             bar.update(1)
-            if main and (state.step % settings.save_every == 0 or state.step == steps or stop):
+            if state.step % settings.save_every == 0 or state.step == steps or stop:
                 saved = {**asdict(state), "seed": settings.seed, "config": dict(identity)}
-                checkpoint.save(run, head, parts, saved, settings.keep)
+                checkpoint.save(run, head, parts, saved, settings.keep, main)
             if stop and state.step < steps:
                 if main:
                     print(f"checkpoint of step {state.step} of {steps} written", file=sys.stderr)
@@ -234,12 +235,13 @@ def _counts(head: DraftHead, batch: Batch, device: torch.device) -> Tensor:
 
 
 def _nothing(trainable: list[nn.Parameter]) -> Tensor:
-    """0, as a function of every trainable tensor.
+    """0, as a function of every trainable tensor that is whole.
 
     A micro-batch in which a term has no rows may leave tensors out of the graph; the other
     processes would wait for their gradients for ever.
     """
-    return sum((value.flatten()[:1].sum() for value in trainable), torch.zeros(())) * 0
+    plain = (value for value in trainable if not sharding.is_cut(value))
+    return sum((value.flatten()[:1].sum() for value in plain), torch.zeros(())) * 0
 
 
 def _unreached(head: nn.Module, before: list[str] | None) -> list[str]:
@@ -249,7 +251,7 @@ def _unreached(head: nn.Module, before: list[str] | None) -> list[str]:
     return [
         name
         for name in names
-        if name not in own or own[name].grad is None or not bool(own[name].grad.any())
+        if name not in own or own[name].grad is None or not sharding.any_of(own[name].grad)
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 from spectrain.core.errors import SpectrainError
 from spectrain.trainer.muon import Muon
 from spectrain.trainer.settings import TrainerSettings
+from spectrain.trainer.sharding import is_cut, like
 
 BETAS = (0.9, 0.95)
 TRUNK = "trunk."  # names of the tensors of a target that is trained along
@@ -81,19 +83,22 @@ def _parts(
             parts[f"{prefix}muon"] = Part(muon, lr, list(own), rests)
         trainable = {name: value for name, value in trainable.items() if name not in own}
     if trainable:
-        decayed = {name: value for name, value in trainable.items() if name in matrices}
-        plain = {name: value for name, value in trainable.items() if name not in matrices}
-        groups = [
-            {"params": list(decayed.values()), "weight_decay": settings.weight_decay},
-            {"params": list(plain.values()), "weight_decay": 0.0},
-        ]
+        decays = ((True, settings.weight_decay), (False, 0.0))
+        names: list[str] = []
+        groups = []
+        # One fused update does not take pieces and whole tensors together.
+        for (matrix, decay), cut in product(decays, (False, True)):
+            own = [n for n, v in trainable.items() if ((n in matrices), is_cut(v)) == (matrix, cut)]
+            if own:
+                groups.append({"params": [trainable[n] for n in own], "weight_decay": decay})
+                names += own
         adamw = AdamW(
-            [group for group in groups if group["params"]],
+            groups,
             lr=settings.lr * share,
             betas=BETAS,
             fused=all(value.device.type in ("cpu", "cuda") for value in trainable.values()),
         )
-        parts[f"{prefix}adamw"] = Part(adamw, settings.lr * share, [*decayed, *plain], rests)
+        parts[f"{prefix}adamw"] = Part(adamw, settings.lr * share, names, rests)
     return parts
 
 
@@ -130,7 +135,7 @@ def flatten(parts: dict[str, Part]) -> dict[str, Tensor]:
     for kind, part in parts.items():
         for index, memory in part.optimizer.state_dict()["state"].items():
             for key, value in memory.items():
-                flat[f"{kind}/{part.names[index]}/{key}"] = torch.as_tensor(value).cpu()
+                flat[f"{kind}/{part.names[index]}/{key}"] = torch.as_tensor(value)
     return flat
 
 
@@ -141,7 +146,11 @@ def restore(parts: dict[str, Part], flat: dict[str, Tensor]) -> None:
         for index, name in enumerate(part.names):
             prefix = f"{kind}/{name}/"
             memory = {k.removeprefix(prefix): v for k, v in flat.items() if k.startswith(prefix)}
+            own = part.parameters[index]
             if memory:  # a parameter without a step so far has none
-                state[index] = memory
+                state[index] = {
+                    key: like(value.to(own.device), own) if value.shape == own.shape else value
+                    for key, value in memory.items()
+                }
         groups = part.optimizer.state_dict()["param_groups"]
         part.optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -55,14 +55,19 @@ def reply_loss(
     """
     total = torch.zeros(2, dtype=torch.float64, device=target.device)
     size = max(1, _LOGITS // target.vocab_size)
-    mine = range(accelerator.process_index, len(lengths), accelerator.num_processes)
-    for part in _by_length(sorted(mine, key=lambda row: lengths[row]), lengths):
+    rank, world = accelerator.process_index, accelerator.num_processes
+    order = sorted(range(len(lengths)), key=lambda row: lengths[row])
+    shares = [_by_length(order[place::world], lengths) for place in range(world)]
+    for part in shares[rank]:
         batch = load(part).to(target.device)
         rows = predicting(batch.reply)
         states, labels = target.forward(batch.tokens).last[rows], next_tokens(batch)[rows]
         for state, label in zip(states.split(size), labels.split(size), strict=True):
             total[0] += len(label)
             total[1] += F.cross_entropy(target.logits(state).float(), label, reduction="sum")
+    # Layers that are cut over the processes compute only when all of them ask.
+    for _ in range(len(shares[rank]), max(map(len, shares))):
+        target.forward(torch.zeros(1, 1, dtype=torch.long, device=target.device))
     tokens, loss = accelerator.reduce(total, "sum").tolist()
     return int(tokens), loss / tokens if tokens else None
 
