@@ -51,7 +51,8 @@ def reply_loss(
 ) -> Loss:
     """The loss of some rows.
 
-    lengths: tokens of each row; load: some rows as a batch. The processes share the rows.
+    lengths: tokens of each row; load: some rows as a batch. The processes share the rows. The
+    states are made in the precision of the run, the logits in the type of the target's weights.
     """
     total = torch.zeros(2, dtype=torch.float64, device=target.device)
     size = max(1, _LOGITS // target.vocab_size)
@@ -61,13 +62,16 @@ def reply_loss(
     for part in shares[rank]:
         batch = load(part).to(target.device)
         rows = predicting(batch.reply)
-        states, labels = target.forward(batch.tokens).last[rows], next_tokens(batch)[rows]
+        with accelerator.autocast():
+            states = target.forward(batch.tokens).last[rows]
+        labels = next_tokens(batch)[rows]
         for state, label in zip(states.split(size), labels.split(size), strict=True):
             total[0] += len(label)
             total[1] += F.cross_entropy(target.logits(state).float(), label, reduction="sum")
     # Layers that are cut over the processes compute only when all of them ask.
     for _ in range(len(shares[rank]), max(map(len, shares))):
-        target.forward(torch.zeros(1, 1, dtype=torch.long, device=target.device))
+        with accelerator.autocast():
+            target.forward(torch.zeros(1, 1, dtype=torch.long, device=target.device))
     tokens, loss = accelerator.reduce(total, "sum").tolist()
     return int(tokens), loss / tokens if tokens else None
 

@@ -63,7 +63,15 @@ def spread(source: Target | None, accelerator: Accelerator, trained: bool) -> Ta
     model.to_empty(device=device)
     model.tie_weights()
     fill(_tensors(model), tensors)
-    return Target(model, *facts)
+    target = Target(model, *facts)
+    if trained:
+        # FSDP settles the types of gradients in the first forward and by what asks for one then; a
+        # trunk that rests at first would be left without.
+        model.requires_grad_(True)
+        with torch.no_grad(), accelerator.autocast():
+            target.forward(torch.zeros(1, 1, dtype=torch.long, device=device))
+        model.requires_grad_(False)
+    return target
 
 
 def first(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
