@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from spectrain.core.readout import Readout
 from spectrain.core.target import Target
 from spectrain.heads.base import DraftHead
 from spectrain.trainer import sharding
+
+_PATIENCE = timedelta(days=1)
 
 
 def wanted(choice: bool | str, asked_for: bool, accelerator: Accelerator) -> bool:
@@ -83,16 +86,19 @@ def first(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
             made = make()
         except SpectrainError as caught:
             error = caught
-    error = tell(error)
+    # A group of its own: the others wait for as long as loading takes, and NCCL's patience is short.
+    patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    error = tell(error, patient)
+    dist.destroy_process_group(patient)
     if error is not None:
         raise error
     return made
 
 
-def tell(value: Any) -> Any:
+def tell(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """The first process's value, in all of them."""
     box = [value]
-    dist.broadcast_object_list(box, 0)
+    dist.broadcast_object_list(box, 0, group)
     return box[0]
 
 
