@@ -43,9 +43,10 @@ from spectrain.recipes.train_report import (
     vocabulary_line,
 )
 from spectrain.trainer import spread
+from spectrain.trainer.asked import sharding_asked_for
 from spectrain.trainer.changes import digests, require_changes
 from spectrain.trainer.checkpoint import FOLDER, require_same
-from spectrain.trainer.launch import sharding_asked_for, start_all
+from spectrain.trainer.launch import start_all
 from spectrain.trainer.loop import Data, train
 from spectrain.trainer.metrics import METRICS, read_metrics
 from spectrain.trainer.quality import heldout_loss
@@ -128,7 +129,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
             return finished | about_store(store)
 
         torch.manual_seed(config.seed)
-        cut = spread.wanted(settings.shard, asked_for, accelerator)
+        kept = online or settings.trunk.trained
+        cut = spread.wanted(settings.shard, asked_for, kept, accelerator)
         make = partial(_made, kind, options, settings, store)
         head: DraftHead | JointHead
         if cut:

@@ -1,10 +1,7 @@
-"""What `accelerate launch` was asked for, by flag or by file, and would not do by itself.
+"""Several processes on CPUs, when `accelerate launch` was asked for them by flag or by file.
 
-On CPUs it starts a single process unless it finds MPI, and says nothing: the run would take N times
-as long, or look like a test of N processes that never was. We start the N ourselves.
-
-Of its ways to share a model among processes one is built here (trainer/sharding.py); it stands for
-FSDP2. The others are refused: none is left aside in silence.
+accelerate starts a single process there unless it finds MPI, and says nothing: the run would take
+N times as long, or look like a test of N processes that never was. We start the N ourselves.
 """
 
 from __future__ import annotations
@@ -58,49 +55,6 @@ def start_all() -> None:
     sys.stderr.write(f"starting {count} process{'es' if count > 1 else ''}\n")
     sys.stderr.flush()
     os.execve(sys.executable, command, environment)
-
-
-def sharding_asked_for() -> bool:
-    """Whether the launcher was asked for FSDP2, which is then no longer accelerate's to do.
-
-    Raises SpectrainError for its other ways to share a model and for parts of FSDP not built here.
-    """
-    for variable, (flag, fix) in _OTHER_WAYS.items():
-        if _is_set(variable):
-            raise SpectrainError(f"{flag} is not supported", where="accelerate launch", fix=fix)
-    if not _is_set("ACCELERATE_USE_FSDP"):
-        return False
-    if os.environ.get("FSDP_VERSION", "1") != "2":
-        raise SpectrainError(
-            "FSDP of version 1 is not supported",
-            where="accelerate launch",
-            fix="add --fsdp_version 2 (fsdp_version: 2 in its file)",
-        )
-    for variable, flag in _NOT_BUILT.items():
-        if _is_set(variable):
-            raise SpectrainError(
-                f"{flag} is not supported", where="accelerate launch", fix="leave it out"
-            )
-    # Accelerator would want to wrap the whole model, and transformers would load empty weights in
-    # all processes but the first.
-    del os.environ["ACCELERATE_USE_FSDP"]
-    return True
-
-
-_INSTEAD = "use --use_fsdp --fsdp_version 2, which spreads the target's layers"
-_OTHER_WAYS = {
-    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", f"{_INSTEAD} as ZeRO-3 does"),
-    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", _INSTEAD),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": ("--use_parallelism_config", _INSTEAD),
-}
-_NOT_BUILT = {
-    "FSDP_OFFLOAD_PARAMS": "--fsdp_offload_params",
-    "FSDP_ACTIVATION_CHECKPOINTING": "--fsdp_activation_checkpointing",
-}
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("true", "1", "yes", "on", "y", "t")
 
 
 def _asked_for() -> Group:

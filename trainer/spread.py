@@ -25,15 +25,20 @@ from spectrain.trainer import sharding
 _PATIENCE = timedelta(days=1)
 
 
-def wanted(choice: bool | str, asked_for: bool, accelerator: Accelerator) -> bool:
-    """Whether to spread the target; choice: the setting, asked_for: what the launcher says."""
-    on = asked_for if choice == "auto" else bool(choice)
-    alone = accelerator.num_processes == 1
+def wanted(choice: bool | str, asked_for: bool, kept: bool, accelerator: Accelerator) -> bool:
+    """Whether to spread the target, told on stderr where it was asked for.
+
+    choice: the setting; asked_for: what the launcher says; kept: whether training asks the target.
+    """
+    on, count = asked_for if choice == "auto" else bool(choice), accelerator.num_processes
     if on and accelerator.is_main_process:
-        text = "one process holds the whole target: there is nobody to share it with"
-        others = f"the target's layers are spread over {accelerator.num_processes} processes"
-        print(text if alone else others, file=sys.stderr)
-    return on and not alone
+        text = f"the target's layers are spread over {count} processes"
+        if not kept:
+            text = "the features are stored: no process keeps the target's layers"
+        if count == 1:
+            text = "nothing is spread: there is one process"
+        print(text, file=sys.stderr)
+    return on and count > 1
 
 
 def target_and_head(
@@ -86,7 +91,7 @@ def first(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
             made = make()
         except SpectrainError as caught:
             error = caught
-    # A group of its own: the others wait for as long as loading takes, and NCCL's patience is short.
+    # A group of its own: the others wait as long as loading takes, and NCCL's patience is short.
     patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
     error = tell(error, patient)
     dist.destroy_process_group(patient)

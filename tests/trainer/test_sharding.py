@@ -211,9 +211,9 @@ def test_muon_refuses_no_piece(on_ranks):
 
 def test_nothing_is_spread_for_one_process(capsys):
     alone = Accelerator(cpu=True)
-    assert not spread.wanted("auto", False, alone)
+    assert not spread.wanted("auto", False, True, alone)
     assert capsys.readouterr().err == ""
     for choice, asked_for in ((True, False), ("auto", True)):
-        assert not spread.wanted(choice, asked_for, alone)
-        assert "one process holds the whole target" in capsys.readouterr().err
-    assert not spread.wanted(False, True, alone)
+        assert not spread.wanted(choice, asked_for, True, alone)
+        assert "there is one process" in capsys.readouterr().err
+    assert not spread.wanted(False, True, True, alone)

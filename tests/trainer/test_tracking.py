@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spectrain.core.errors import SpectrainError
-from spectrain.trainer import launch, tracking
+from spectrain.trainer import asked, launch, tracking
 from spectrain.trainer.settings import TrainerSettings
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -73,11 +73,11 @@ def test_processes_that_a_file_asks_for_are_missed_too(monkeypatch, tmp_path, wh
 )
 def test_ways_to_share_a_model_that_are_not_built_are_refused(monkeypatch, variables, told):
     """None is left aside in silence; what stands for "no" is no request."""
-    assert not launch.sharding_asked_for()
+    assert not asked.sharding_asked_for()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SpectrainError, match=told) as caught:
-        launch.sharding_asked_for()
+        asked.sharding_asked_for()
     assert "\n" not in str(caught.value)
 
 
@@ -86,7 +86,7 @@ def test_fsdp_2_is_ours_and_no_longer_the_libraries_to_do(monkeypatch):
     for name, value in (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "false"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
-    assert launch.sharding_asked_for()
+    assert asked.sharding_asked_for()
     assert "ACCELERATE_USE_FSDP" not in os.environ
 
 
