@@ -16,9 +16,12 @@ _OTHER_WAYS = {
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", _INSTEAD),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("--use_parallelism_config", _INSTEAD),
 }
+# Values that ask for more than cutting the decoder's layers and dropping each after its use.
 _NOT_BUILT = {
-    "FSDP_OFFLOAD_PARAMS": "--fsdp_offload_params",
-    "FSDP_ACTIVATION_CHECKPOINTING": "--fsdp_activation_checkpointing",
+    "FSDP_OFFLOAD_PARAMS": "true",
+    "FSDP_ACTIVATION_CHECKPOINTING": "true",
+    "FSDP_RESHARD_AFTER_FORWARD": "false",
+    "FSDP_AUTO_WRAP_POLICY": "size_based_wrap",
 }
 
 
@@ -38,10 +41,12 @@ def sharding_asked_for() -> bool:
             where="accelerate launch",
             fix="add --fsdp_version 2 (fsdp_version: 2 in its file)",
         )
-    for variable, flag in _NOT_BUILT.items():
-        if _is_set(variable):
+    for variable, value in _NOT_BUILT.items():
+        if os.environ.get(variable, "").lower() == value:
             raise SpectrainError(
-                f"{flag} is not supported", where="accelerate launch", fix="leave it out"
+                f"--{variable.lower()} {value} is not supported",
+                where="accelerate launch",
+                fix="leave it out",
             )
     # Accelerator would want to wrap the whole model, and transformers would load empty weights in
     # all processes but the first.

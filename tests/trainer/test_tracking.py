@@ -67,8 +67,13 @@ def test_processes_that_a_file_asks_for_are_missed_too(monkeypatch, tmp_path, wh
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "--use_parallelism_config is not supp"),
         ({"ACCELERATE_USE_FSDP": "true"}, "FSDP of version 1 .*; add --fsdp_version 2"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP of version 1"),
-        (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"}, "--fsdp_offload_params is not supported"),
+        (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"}, "--fsdp_offload_params true is not supp"),
         (FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "--fsdp_activation_checkpointing"),
+        (FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, "--fsdp_reshard_after_forward false is"),
+        (
+            FSDP2 | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"},
+            "--fsdp_auto_wrap_policy size_based",
+        ),
     ],
 )
 def test_ways_to_share_a_model_that_are_not_built_are_refused(monkeypatch, variables, told):
