@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from spectrain.core.batch import Batch, predicting
 from spectrain.core.target import Target
 from spectrain.data.store import FeatureStore
 from spectrain.heads.scoring import next_tokens
+from spectrain.trainer.sharding import is_cut
 
 # Reply tokens, and their mean negative log-likelihood (None without any).
 Loss = tuple[int, float | None]
@@ -51,26 +53,27 @@ def reply_loss(
 ) -> Loss:
     """The loss of some rows.
 
-    lengths: tokens of each row; load: some rows as a batch. The processes share the rows. The
-    states are made in the precision of the run, the logits in the type of the target's weights.
+    lengths: tokens of each row; load: some rows as a batch. The processes share the rows.
     """
     total = torch.zeros(2, dtype=torch.float64, device=target.device)
     size = max(1, _LOGITS // target.vocab_size)
     rank, world = accelerator.process_index, accelerator.num_processes
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
     shares = [_by_length(order[place::world], lengths) for place in range(world)]
+    cut = any(is_cut(value) for value in target.model.parameters())
+    precision = accelerator.autocast if cut else nullcontext  # pieces are gathered in the run's own
     for part in shares[rank]:
         batch = load(part).to(target.device)
         rows = predicting(batch.reply)
-        with accelerator.autocast():
+        with precision():
             states = target.forward(batch.tokens).last[rows]
         labels = next_tokens(batch)[rows]
         for state, label in zip(states.split(size), labels.split(size), strict=True):
             total[0] += len(label)
             total[1] += F.cross_entropy(target.logits(state).float(), label, reduction="sum")
-    # Layers that are cut over the processes compute only when all of them ask.
-    for _ in range(len(shares[rank]), max(map(len, shares))):
-        with accelerator.autocast():
+    # They compute only when all processes ask.
+    for _ in range(len(shares[rank]), max(map(len, shares)) if cut else 0):
+        with precision():
             target.forward(torch.zeros(1, 1, dtype=torch.long, device=target.device))
     tokens, loss = accelerator.reduce(total, "sum").tolist()
     return int(tokens), loss / tokens if tokens else None
