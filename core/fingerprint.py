@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -52,8 +53,10 @@ _SHAPING = (
 )
 
 
-def fingerprint_of(model: nn.Module, tokenizer) -> str:
+def fingerprint_of(model: nn.Module, tokenizer, stored: Mapping[str, Tensor] | None = None) -> str:
     """16 hex digits that name the weights, how they are computed with, and the vocabulary.
+
+    stored: the model's state, where the model itself holds only pieces of it.
 
     The same on every device. Weights count as rounded to bfloat16: loaded as float32 or bfloat16
     they give the same digits. As float16 they give digits of their own, unless that is how they
@@ -62,7 +65,7 @@ def fingerprint_of(model: nn.Module, tokenizer) -> str:
     digest = hashlib.sha256()
     config = model.config.get_text_config(decoder=True)
     digest.update(json.dumps([config.model_type, config.hidden_size, config.vocab_size]).encode())
-    stored = model.state_dict()
+    stored = model.state_dict() if stored is None else stored
     shaping = [_shaping(config), _rotary(model, set(stored))]
     digest.update(json.dumps(shaping, sort_keys=True).encode())
     for name, tensor in sorted(stored.items()):

@@ -5,6 +5,7 @@ folder/config.json, folder/model.safetensors (parameters and the draft-vocabular
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,14 @@ def save_head(head: DraftHead, folder: Path, extra: dict[str, Any] | None = None
             write_json(temporary / name, content)
 
 
-def write_head(head: DraftHead, folder: Path) -> None:
-    """Write config and weights into an existing folder (callers make it atomic)."""
+def write_head(
+    head: DraftHead, folder: Path, weights: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Write config and weights into an existing folder (callers make it atomic); weights: what the
+    head's state is where it has only pieces of it."""
     write_json(folder / "config.json", head.config.model_dump(mode="json"))
-    tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
-    write_tensors(tensors, folder / WEIGHTS)
+    tensors = (weights or head.state_dict()).items()
+    write_tensors({n: v.detach().cpu().contiguous() for n, v in tensors}, folder / WEIGHTS)
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ from spectrain.recipes.train_report import (
     render,
     vocabulary_line,
 )
+from spectrain.trainer import spread
+from spectrain.trainer.asked import sharding_asked_for
 from spectrain.trainer.changes import digests, require_changes
 from spectrain.trainer.checkpoint import FOLDER
 from spectrain.trainer.estimate import shortage
@@ -74,6 +77,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     options = options_of(config)
     config = config.model_copy(update={"mixed_precision": precision(config)})
     start_all()
+    asked_for = sharding_asked_for()
     accelerator = make_accelerator(config, config.out)
     main = accelerator.is_main_process
     try:
@@ -99,8 +103,14 @@ def run(config: TrainConfig) -> dict[str, Any]:
             return finished | about_store(store)
 
         torch.manual_seed(config.seed)
-        target = _target(settings, store, accelerator)
-        head: DraftHead | JointHead = _head(kind, options, settings, target, store)
+        kept = online or settings.trunk.trained
+        cut = spread.wanted(settings.shard, asked_for, kept, accelerator)
+        make = partial(_made, kind, options, settings, store)
+        head: DraftHead | JointHead
+        if cut:
+            target, head = spread.target_and_head(make, accelerator, settings.trunk.trained)
+        else:
+            target, head = make(str(accelerator.device))
         if config.put_back and not head.native:
             head.put_back(resolve(config.target), config.put_back)  # tells why it cannot
         vocabulary = about_vocabulary(store, head)
@@ -114,7 +124,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         else:
             del target  # its readout is all that is needed from here on
             gc.collect()
-        source = _asking(settings, store, head, accelerator) if online else store
+        source = _asking(settings, store, head, accelerator, cut) if online else store
         extents = [(row.length, row.supervised) for row in rows]
         short = shortage(head, extents, settings, accelerator.num_processes, accelerator.device)
         if main and short:  # now, not when the first long batch comes
@@ -142,8 +152,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         if settings.trunk.trained:
             quality.append(heldout_loss(target, store, accelerator))
             report |= about_trunk(settings, quality)
-            if main:
-                head.save_trunk(config.out, lasting_name(settings.target))
+            head.save_trunk(config.out, lasting_name(settings.target), main)
             head = head.head
         if main:
             extra = {
@@ -192,7 +201,19 @@ def _clear(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
 
 
-def _target(settings: TrainConfig, store: FeatureStore, accelerator: Accelerator) -> Target:
+def _made(
+    kind: type[DraftHead],
+    options: BaseModel,
+    settings: TrainConfig,
+    store: FeatureStore,
+    device: str,
+) -> tuple[Target, DraftHead]:
+    """The target and a head bound to it."""
+    target = _target(settings, store, device)
+    return target, _head(kind, options, settings, target, store)
+
+
+def _target(settings: TrainConfig, store: FeatureStore, device: str) -> Target:
     """The target that the store was prepared with, or a new one of its shape."""
     trunk = settings.trunk
     if trunk.trained and (settings.steps - 1) / settings.steps < trunk.first:
@@ -207,7 +228,7 @@ def _target(settings: TrainConfig, store: FeatureStore, accelerator: Accelerator
     target = Target.load(
         settings.target,
         dtype="float32" if exact else "auto",
-        device=str(accelerator.device),
+        device=device,
         pack_weights=False,
     )
     store.require_target(target.fingerprint)
@@ -219,16 +240,18 @@ def _asking(
     store: FeatureStore,
     head: DraftHead | JointHead,
     accelerator: Accelerator,
+    cut: bool,
 ) -> OnlineStore:
     """The store with a target of its own, as the one that `prepare` asks: in the type that it was
     asked in, and neither the one whose readout a head shares nor a trunk that is trained."""
     if accelerator.is_main_process and not store.features:
         print("the store holds tokens alone: the target is asked at every step", file=sys.stderr)
-    target = Target.load(
-        settings.target,
-        dtype=store.manifest["settings"]["target"].get("dtype", "auto").removeprefix("torch."),
-        device=str(accelerator.device),
-    )
+    dtype = store.manifest["settings"]["target"].get("dtype", "auto").removeprefix("torch.")
+    load = partial(Target.load, settings.target, dtype=dtype)
+    if cut:
+        target = spread.loaded(partial(load, pack_weights=False), accelerator)
+    else:
+        target = load(device=str(accelerator.device))
     return OnlineStore(store, target, head.needs.aux_layers)
 
 

@@ -9,13 +9,14 @@ import torch
 
 from spectrain.core.errors import RunFailed
 from spectrain.heads.base import DraftHead
+from spectrain.trainer.sharding import whole
 
 
 def digests(head: DraftHead) -> dict[str, str]:
-    """A checksum for every tensor of the head, its vocabulary map included."""
+    """A checksum for every tensor of the head, its vocabulary map included; by all processes."""
     return {
         name: hashlib.sha256(
-            value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            whole(value.detach()).cpu().contiguous().flatten().view(torch.uint8).numpy()
         ).hexdigest()
         for name, value in head.state_dict().items()
     }

@@ -35,6 +35,7 @@ from spectrain.heads.base import DraftHead
 from spectrain.heads.io import WEIGHTS, load_weights, write_head, write_tensors
 from spectrain.trainer import optim
 from spectrain.trainer.ema import Ema
+from spectrain.trainer.sharding import gathered
 
 FOLDER = "checkpoints"
 STATE = "state.json"
@@ -49,18 +50,25 @@ def save(
     ema: Ema,
     state: Mapping[str, Any],
     keep: int,
+    main: bool = True,
 ) -> Path:
     """Write the checkpoint of state["step"] as one atomic step, then drop all but `keep`.
 
+    main: whether this process writes; the others give their pieces.
     Raises RunFailed on a full disk; the checkpoints before it stay as they are.
     """
     folder = run / FOLDER / _name(state["step"])
+    weights = gathered(head.state_dict(), main)
+    memory = gathered(optim.flatten(parts), main)
+    means = gathered(ema.means, main)
+    if not main:
+        return folder
     require_free(run, size(head, ema))
     with atomic_folder(folder) as temporary:
-        write_head(head, temporary)
-        write_tensors(optim.flatten(parts), temporary / OPTIMIZER)
-        if ema.means:
-            write_tensors({n: mean.cpu() for n, mean in ema.means.items()}, temporary / EMA)
+        write_head(head, temporary, weights)
+        write_tensors(memory, temporary / OPTIMIZER)
+        if means:
+            write_tensors(means, temporary / EMA)
         sums = {file.name: sha256_file(file) for file in sorted(temporary.iterdir())}
         content = {**state, "sha256": sums}
         write_json(temporary / STATE, {**content, "own_sha256": _digest(content)})

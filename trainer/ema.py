@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.core.errors import SpectrainError
+from spectrain.trainer.sharding import put
 
 
 class Ema:
@@ -57,7 +58,7 @@ class Ema:
             names = ", ".join(sorted(saved.keys() ^ self.means.keys()))
             raise SpectrainError(f"means of other tensors: {names}", where=where)
         for name, mean in self.means.items():
-            mean.copy_(saved[name])
+            put(mean, saved[name])
 
     @torch.no_grad()
     def _swap(self, head: nn.Module) -> None:

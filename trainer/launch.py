@@ -11,6 +11,8 @@ import ctypes
 import os
 import signal
 import sys
+from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -22,16 +24,40 @@ from spectrain.core.errors import SpectrainError
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+@dataclass(frozen=True)
+class Group:
+    """Processes altogether, the machines they run on, the number of this machine, and where the
+    first one is reached."""
+
+    processes: int = 1
+    machines: int = 1
+    rank: int = 0
+    address: str | None = None
+    port: int | None = None
+
+
 def start_all() -> None:
     """Replace this process by N of them if N were asked for and this is the only one."""
     _end_with_launcher()
-    count = _asked_for()
-    if count < 2:
+    group = _asked_for()
+    if group.processes < 2:
         return
+    count, over = divmod(group.processes, group.machines)
+    if over or (group.machines > 1 and not (group.address and group.port)):
+        raise SpectrainError(
+            f"{group.processes} processes on {group.machines} machines cannot be started",
+            where="accelerate launch",
+            fix="give --num_processes of all machines together, as many on each, --machine_rank, "
+            "--main_process_ip and --main_process_port",
+        )
     environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT")}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    meet = ["--standalone"]
+    if group.machines > 1:
+        meet = [f"--nnodes={group.machines}", f"--node-rank={group.rank}"]
+        meet += [f"--master-addr={group.address}", f"--master-port={group.port}"]
+    torchrun = ["-m", "torch.distributed.run", *meet, f"--nproc-per-node={count}"]
     command = [sys.executable, *torchrun, "-m", "spectrain", *sys.argv[1:]]
-    sys.stderr.write(f"starting {count} processes\n")
+    sys.stderr.write(f"starting {count} process{'es' if count > 1 else ''}\n")
     sys.stderr.flush()
     os.execve(sys.executable, command, environment)
 
@@ -44,34 +70,39 @@ def _end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _asked_for() -> int:
-    """Processes that accelerate's plain launcher was told to start, 1 if it is not our parent."""
+def _asked_for() -> Group:
+    """What accelerate's plain launcher was told to start, one process if it is not our parent."""
     # It sets the address of a group and leaves out its size.
     group = {"MASTER_ADDR", "WORLD_SIZE"} & os.environ.keys()
     cpu = os.environ.get("ACCELERATE_USE_CPU") == "True" or not torch.cuda.is_available()
     if "ACCELERATE_USE_CPU" not in os.environ or not cpu or group != {"MASTER_ADDR"}:
-        return 1
+        return Group()
     command = psutil.Process(os.getppid()).cmdline()
-    if "launch" in command:
-        arguments = command[command.index("launch") + 1 :]
-        given = launch_command_parser().parse_known_args(arguments)[0]
-        count, machines = _with_file(given)
-        if machines == 1:
-            return count
-    raise SpectrainError(
-        "accelerate was asked for several processes on CPUs and started one",
-        fix="use torchrun --nproc-per-node N -m spectrain …",
-    )
+    if "launch" not in command:
+        raise SpectrainError(
+            "accelerate was asked for several processes on CPUs and started one",
+            fix="use torchrun --nproc-per-node N -m spectrain …",
+        )
+    arguments = command[command.index("launch") + 1 :]
+    return _with_file(launch_command_parser().parse_known_args(arguments)[0])
 
 
-def _with_file(given: argparse.Namespace) -> tuple[int, int]:
-    """Processes and machines: flags, then accelerate's file where it reads one, then defaults."""
-    count, machines = given.num_processes, given.num_machines
+def _with_file(given: argparse.Namespace) -> Group:
+    """Flags, then accelerate's file where it reads one, then defaults."""
+    files = [given]
     default = os.path.isfile(config_args.default_config_file) and not given.cpu
     if given.config_file is not None or default:
-        file = config_args.load_config_from_file(given.config_file)
-        count = file.num_processes if count is None else count
-        machines = file.num_machines if machines is None else machines
-    if count is None:
-        count = torch.cuda.device_count() or 1  # what accelerate takes, with --cpu, too
-    return count, machines or 1
+        files.append(config_args.load_config_from_file(given.config_file))
+
+    def found(name: str, otherwise: Any) -> Any:
+        values = (getattr(file, name, None) for file in files)
+        return next((value for value in values if value is not None), otherwise)
+
+    return Group(
+        # What accelerate takes, with --cpu, too.
+        processes=found("num_processes", torch.cuda.device_count() or 1),
+        machines=found("num_machines", 1),
+        rank=found("machine_rank", 0),
+        address=found("main_process_ip", None),
+        port=found("main_process_port", None),
+    )

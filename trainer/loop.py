@@ -27,7 +27,7 @@ from spectrain.core.batch import Batch
 from spectrain.core.errors import RunFailed, SpectrainError
 from spectrain.core.files import require_free
 from spectrain.heads.base import DraftHead
-from spectrain.trainer import checkpoint, optim, order
+from spectrain.trainer import checkpoint, optim, order, sharding
 from spectrain.trainer.ema import Ema
 from spectrain.trainer.journal import Evaluate, opened
 from spectrain.trainer.metrics import Stopwatch
@@ -82,7 +82,7 @@ def train(
         require_free(run, checkpoint.size(head, ema))  # now, not after hours of work
         if state.step:
             print(f"going on from step {state.step} of {steps}", file=sys.stderr)
-    model = accelerator.prepare_model(head)
+    model = sharding.prepare(head, accelerator)
     trainable = [value for value in head.parameters() if value.requires_grad]
     rows = order.Order(data.lengths, settings.batch_size, settings.seed)
     cut = {"micro_batch": settings.micro_batch, "pack": settings.pack_length}
@@ -140,9 +140,10 @@ def train(
                 sums[2] += objective.hits
                 sums[3] += objective.seen
             del batches, batch  # before the next ones are asked for
+            sharding.average(model)
             if state.unreached != []:
                 state.unreached = _unreached(head, state.unreached)
-            norm = accelerator.clip_grad_norm_(trainable, settings.clip or math.inf)
+            norm = sharding.clip(trainable, settings.clip or math.inf)
 
             # One exchange of all that the processes have to agree on, one wait for the device.
             bad = ~(torch.isfinite(norm) & torch.isfinite(sums[0]).all())
@@ -178,9 +179,8 @@ def train(
             # What the world gets to see, and what survives us.
             journal.step(state, weights, rate, None if bad else norm)
             if state.step % settings.save_every == 0 or state.step == steps or stop or due:
-                if main:
-                    saved = {**asdict(state), "seed": settings.seed, "config": dict(identity)}
-                    checkpoint.save(run, head, parts, ema, saved, settings.keep)
+                saved = {**asdict(state), "seed": settings.seed, "config": dict(identity)}
+                checkpoint.save(run, head, parts, ema, saved, settings.keep, main)
                 journal.saved(state.step)
                 saved_at = time.monotonic()
             if stop and state.step < steps:
@@ -225,12 +225,13 @@ def _counts(head: DraftHead, batch: Batch, device: torch.device) -> Tensor:
 
 
 def _nothing(trainable: list[nn.Parameter]) -> Tensor:
-    """0, as a function of every trainable tensor.
+    """0, as a function of every trainable tensor that is whole.
 
     A micro-batch in which a term has no rows may leave tensors out of the graph; the other
     processes would wait for their gradients for ever.
     """
-    return sum((value.flatten()[:1].sum() for value in trainable), torch.zeros(())) * 0
+    plain = (value for value in trainable if not sharding.is_cut(value))
+    return sum((value.flatten()[:1].sum() for value in plain), torch.zeros(())) * 0
 
 
 def _unreached(head: nn.Module, before: list[str] | None) -> list[str]:
@@ -240,7 +241,7 @@ def _unreached(head: nn.Module, before: list[str] | None) -> list[str]:
     return [
         name
         for name in names
-        if name not in own or own[name].grad is None or not bool(own[name].grad.any())
+        if name not in own or own[name].grad is None or not sharding.any_of(own[name].grad)
     ]
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spectrain.trainer.sharding import like, whole
+
 MOMENTUM = 0.95
 STEPS = 5
 # Quintic Newton–Schulz iteration (Jordan et al.): pushes every singular value to about 1.
@@ -22,6 +24,8 @@ A, B, C = 3.4445, -4.775, 2.0315
 
 class Muon(Optimizer):
     """Nesterov momentum, orthogonalised; decoupled weight decay. Matrices only.
+
+    Of a matrix in pieces every process joins the update and works it out by itself.
 
     The rate of an [O, I] matrix is lr · √max(1, O / I), as in torch's default.
     """
@@ -46,7 +50,8 @@ class Muon(Optimizer):
                 if not memory:
                     memory["momentum_buffer"] = torch.zeros_like(value)
                 momentum = memory["momentum_buffer"].lerp_(value.grad, 1 - MOMENTUM)
-                update = orthogonal(value.grad.lerp(momentum, MOMENTUM), working_type(value.device))
+                mixed = whole(value.grad.lerp(momentum, MOMENTUM))
+                update = like(orthogonal(mixed, working_type(value.device)), value)
                 rows, columns = value.shape
                 value.mul_(1 - group["lr"] * group["weight_decay"])
                 value.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)

@@ -16,6 +16,7 @@ from torch.optim import AdamW, Optimizer
 from spectrain.core.errors import SpectrainError
 from spectrain.trainer.muon import Muon
 from spectrain.trainer.settings import TrainerSettings
+from spectrain.trainer.sharding import is_cut, like
 
 BETAS = (0.9, 0.95)
 TRUNK = "trunk."  # names of the tensors of a target that is trained along
@@ -103,17 +104,18 @@ def _parts(
 def _groups(
     tensors: dict[str, nn.Parameter], settings: TrainerSettings, **options: float
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Tensors as groups of an optimiser, one for each factor of the rate, and their names in that
-    order; options: further keys of each group."""
-    by_factor: dict[float, list[str]] = {}
-    for name in tensors:
-        pattern = _pattern(name, settings)
-        by_factor.setdefault(settings.lr_factors.get(pattern, 1.0), []).append(name)
+    """Tensors as groups of an optimiser, by factor of the rate, and their names in that order;
+    options: further keys of each group."""
+    # One fused update does not take pieces and whole tensors together.
+    kinds: dict[tuple[float, bool], list[str]] = {}
+    for name, value in tensors.items():
+        factor = settings.lr_factors.get(_pattern(name, settings), 1.0)
+        kinds.setdefault((factor, is_cut(value)), []).append(name)
     groups = [
         {"params": [tensors[name] for name in names], "factor": factor, **options}
-        for factor, names in by_factor.items()
+        for (factor, _), names in kinds.items()
     ]
-    return groups, [name for names in by_factor.values() for name in names]
+    return groups, [name for names in kinds.values() for name in names]
 
 
 def _pattern(name: str, settings: TrainerSettings) -> str | None:
@@ -172,7 +174,7 @@ def flatten(parts: dict[str, Part]) -> dict[str, Tensor]:
     for kind, part in parts.items():
         for index, memory in part.optimizer.state_dict()["state"].items():
             for key, value in memory.items():
-                flat[f"{kind}/{part.names[index]}/{key}"] = torch.as_tensor(value).cpu()
+                flat[f"{kind}/{part.names[index]}/{key}"] = torch.as_tensor(value)
     return flat
 
 
@@ -183,7 +185,11 @@ def restore(parts: dict[str, Part], flat: dict[str, Tensor]) -> None:
         for index, name in enumerate(part.names):
             prefix = f"{kind}/{name}/"
             memory = {k.removeprefix(prefix): v for k, v in flat.items() if k.startswith(prefix)}
+            own = part.parameters[index]
             if memory:  # a parameter without a step so far has none
-                state[index] = memory
+                state[index] = {
+                    key: like(value.to(own.device), own) if value.shape == own.shape else value
+                    for key, value in memory.items()
+                }
         groups = part.optimizer.state_dict()["param_groups"]
         part.optimizer.load_state_dict({"state": state, "param_groups": groups})

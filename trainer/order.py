@@ -74,17 +74,45 @@ def share(
     micro_batch: int,
     pack: int = 0,
 ) -> list[list[list[int]]]:
-    """The micro-batches of one process, parts of its share of a batch sorted by length: each a list
-    of rows, each row a list of conversations.
+    """The micro-batches of one process, as `shares` has them."""
+    return shares(batch, lengths, world, micro_batch, pack)[rank]
+
+
+def shares(
+    batch: Sequence[int], lengths: Sequence[int], world: int, micro_batch: int, pack: int = 0
+) -> list[list[list[list[int]]]]:
+    """For each process its micro-batches, parts of its share of a batch sorted by length: each a
+    list of rows, each row a list of conversations.
 
     The ranks take turns, so that all have much the same number of tokens. A row is a single
-    conversation; with `pack` it has as many as fit into that many tokens, and the processes may
-    have different numbers of micro-batches. `world` has to divide the batch.
+    conversation; with `pack` it has as many as fit into that many tokens. All processes have the
+    same number of micro-batches: a model in pieces computes only when all of them ask. `world` has
+    to divide the batch.
     """
     assert len(batch) % world == 0, "checked before the loop"
-    own = list(batch[rank::world])
-    rows = _packed(own, lengths, pack) if pack else [[one] for one in own]
-    return [rows[i : i + micro_batch] for i in range(0, len(rows), micro_batch)]
+    found = []
+    for rank in range(world):
+        own = list(batch[rank::world])
+        rows = _packed(own, lengths, pack) if pack else [[one] for one in own]
+        found.append([rows[i : i + micro_batch] for i in range(0, len(rows), micro_batch)])
+    most = max(map(len, found))
+    return [_cut(parts, most) for parts in found]
+
+
+def _cut(parts: list[list[list[int]]], count: int) -> list[list[list[int]]]:
+    """The same conversations in `count` micro-batches: those with most of them are halved. Every
+    process has as many conversations, so there are enough."""
+    parts = list(parts)
+    while len(parts) < count:
+        place = max(range(len(parts)), key=lambda i: sum(map(len, parts[i])))
+        rows = parts[place]
+        if len(rows) > 1:
+            halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        else:
+            (row,) = rows
+            halves = [row[: len(row) // 2]], [row[len(row) // 2 :]]
+        parts[place : place + 1] = halves
+    return parts
 
 
 def _packed(own: list[int], lengths: Sequence[int], most: int) -> list[list[int]]:
@@ -107,10 +135,6 @@ def padding(
     batch: Sequence[int], lengths: Sequence[int], world: int, micro_batch: int, pack: int = 0
 ) -> float:
     """Share of positions that are padding when a batch is cut that way, over all processes."""
-    parts = [
-        part
-        for rank in range(world)
-        for part in share(batch, lengths, rank, world, micro_batch, pack)
-    ]
+    parts = [part for own in shares(batch, lengths, world, micro_batch, pack) for part in own]
     positions = sum(len(part) * max(sum(lengths[i] for i in row) for row in part) for part in parts)
     return 1 - sum(lengths[row] for row in batch) / positions

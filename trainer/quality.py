@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from spectrain.core.batch import Batch, predicting
 from spectrain.core.target import Target
 from spectrain.data.store import FeatureStore
 from spectrain.heads.scoring import next_tokens
+from spectrain.trainer.sharding import is_cut
 
 # Reply tokens, and their mean negative log-likelihood (None without any).
 Loss = tuple[int, float | None]
@@ -55,14 +57,24 @@ def reply_loss(
     """
     total = torch.zeros(2, dtype=torch.float64, device=target.device)
     size = max(1, _LOGITS // target.vocab_size)
-    mine = range(accelerator.process_index, len(lengths), accelerator.num_processes)
-    for part in _by_length(sorted(mine, key=lambda row: lengths[row]), lengths):
+    rank, world = accelerator.process_index, accelerator.num_processes
+    order = sorted(range(len(lengths)), key=lambda row: lengths[row])
+    shares = [_by_length(order[place::world], lengths) for place in range(world)]
+    cut = any(is_cut(value) for value in target.model.parameters())
+    precision = accelerator.autocast if cut else nullcontext  # pieces are gathered in the run's own
+    for part in shares[rank]:
         batch = load(part).to(target.device)
         rows = predicting(batch.reply)
-        states, labels = target.forward(batch.tokens).last[rows], next_tokens(batch)[rows]
+        with precision():
+            states = target.forward(batch.tokens).last[rows]
+        labels = next_tokens(batch)[rows]
         for state, label in zip(states.split(size), labels.split(size), strict=True):
             total[0] += len(label)
             total[1] += F.cross_entropy(target.logits(state).float(), label, reduction="sum")
+    # They compute only when all processes ask.
+    for _ in range(len(shares[rank]), max(map(len, shares)) if cut else 0):
+        with precision():
+            target.forward(torch.zeros(1, 1, dtype=torch.long, device=target.device))
     tokens, loss = accelerator.reduce(total, "sum").tolist()
     return int(tokens), loss / tokens if tokens else None
 

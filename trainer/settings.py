@@ -141,6 +141,11 @@ class TrainerSettings(Config):
     trunk: TrunkSettings = Field(
         TrunkSettings(), description="training of the target itself (Medusa-2, MTP)"
     )
+    shard: bool | Literal["auto"] = Field(
+        "auto",
+        description="true: every process holds a part of the target's layers (FSDP2) and no device "
+        "the whole; auto: where `accelerate launch --use_fsdp` asks for it; memory and speed only",
+    )
     seed: int = Field(0, ge=0, description="seed of weights, order and noise")
     max_bad_steps: int = Field(
         5, ge=1, description="give up after so many non-finite steps in a row"
@@ -179,7 +184,7 @@ class TrainerSettings(Config):
 # into rows and micro-batches only by rounding).
 FREE_TO_CHANGE = frozenset(
     {
-        *("micro_batch", "pack_length", "max_bad_steps", "save_every", "save_minutes", "keep"),
-        *("log_every", "tracker", "eval_every", "eval_rows"),
+        *("micro_batch", "pack_length", "shard", "max_bad_steps", "save_every", "save_minutes"),
+        *("keep", "log_every", "tracker", "eval_every", "eval_rows"),
     }
 )

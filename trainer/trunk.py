@@ -34,6 +34,7 @@ from spectrain.core.target import Target
 from spectrain.heads.base import DraftHead, HeadConfig, Needs, Objective, TargetFacts
 from spectrain.heads.scoring import next_tokens
 from spectrain.heads.work import Product, Shape, Work, decoder
+from spectrain.trainer import sharding
 from spectrain.trainer.settings import TrunkSettings
 
 TARGET = "target"  # folders of the result, beside the head's
@@ -207,7 +208,7 @@ class JointHead(nn.Module):
         self.head.load_state_dict(of_head, strict=True)
         own = dict(self.trunk.named_parameters(prefix="trunk"))
         for name in self._trained:
-            own[name].copy_(state_dict[name])
+            sharding.put(own[name], state_dict[name])
 
     def check_vocabulary(self, where: str) -> None:
         self.head.check_vocabulary(where)
@@ -216,23 +217,28 @@ class JointHead(nn.Module):
         """For trainer/changes.py: this with its frozen tensors, so that they are watched too."""
         return _Everything(self)
 
-    def save_trunk(self, out: Path, base: str) -> Path:
+    def save_trunk(self, out: Path, base: str, main: bool = True) -> Path:
         """Write the trained target under `out`, as a model that `--target` takes, or (LoRA) as an
-        adapter of `base`; from then on the head belongs to it."""
+        adapter of `base`; from then on the head belongs to it.
+
+        main: whether this process writes; the others give their pieces."""
         target = self._target
         folder = out / (ADAPTER if self.settings.mode == "lora" else TARGET)
+        state = {} if self.settings.mode == "lora" else sharding.joined(self.trunk, main)
+        if not main:
+            return folder
         with atomic_folder(folder) as temporary:
             target.tokenizer.save_pretrained(temporary)
             if self.settings.mode == "lora":
                 adapter.save(*self._adapted, temporary, base)
             else:
-                self.trunk.save_pretrained(temporary)
+                self.trunk.save_pretrained(temporary, state_dict=dict(state))  # it drops tied ones
                 for file in temporary.glob("*.safetensors"):
                     give_normal_mode(file)
         if self.settings.mode == "lora":
             target.fingerprint = adapter.fingerprint(target.fingerprint, folder)
         else:
-            target.fingerprint = fingerprint_of(self.trunk, target.tokenizer)
+            target.fingerprint = fingerprint_of(self.trunk, target.tokenizer, state)
         target.name = str(folder)
         self.head.config = self.head.config.model_copy(update={"target": TargetFacts.of(target)})
         return folder

@@ -55,14 +55,17 @@ def test_ranks_micro_batches_and_rows_partition_the_batch(lengths, world, micro,
     rows = [row for own in parts for part in own for row in part]
     assert sorted(one for row in rows for one in row) == sorted(batch)
     assert all(0 < len(part) <= micro for own in parts for part in own)
-    # Every process has something to do at every step, without packing equally much.
+    # Every process has something to do at every step, in as many micro-batches as the others: a
+    # model in pieces computes only when all of them ask.
     assert all(parts)
+    assert len({len(own) for own in parts}) == 1
     if not pack:
-        assert len({len(own) for own in parts}) == 1
         assert all(len(row) == 1 for row in rows)
     for row in rows:
         assert len(row) == 1 or sum(lengths[one] for one in row) <= pack
     for own in parts:  # what was put into rows of its own does not fit together
+        if len(own) > 1 and world > 1:
+            continue  # unless it was cut to keep the others company
         filled = sorted(sum(lengths[one] for one in row) for part in own for row in part)
         assert not pack or len(filled) < 2 or filled[0] + filled[1] > pack
     positions = sum(
@@ -79,6 +82,14 @@ def test_packed_rows_by_hand():
     assert share(range(6), lengths, 0, 1, 2, 10) == [[[3, 1, 0], [4, 2]], [[5]]]
     assert share(range(6), lengths, 0, 1, 2) == [[[0], [1]], [[2], [3]], [[4], [5]]]
     assert padding(range(6), lengths, 1, 2, 10) == 0
+
+
+def test_a_share_of_fewer_rows_is_cut_to_as_many_micro_batches():
+    """Conversations 0, 2, 4 would be one packed row, 1, 3, 5 are two."""
+    lengths = [2, 7, 3, 8, 4, 9]
+    assert share(range(6), lengths, 1, 2, 1, 15) == [[[5]], [[3, 1]]]
+    assert share(range(6), lengths, 0, 2, 1, 15) == [[[4]], [[2, 0]]]
+    assert share(range(6), lengths, 0, 2, 1, 9999) == [[[4, 2, 0]]]
 
 
 def test_rows_of_one_batch_have_similar_lengths():

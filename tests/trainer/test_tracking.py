@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 from spectrain.core.errors import SpectrainError
-from spectrain.trainer import launch, tracking
+from spectrain.trainer import asked, launch, tracking
 from spectrain.trainer.loop import train
 from spectrain.trainer.settings import TrainerSettings
 
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 OPTIONS = ["--num_processes", "3", "--cpu", "-m", "spectrain", "train-eagle"]
 
 
@@ -24,15 +26,15 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch, tmp_path):
 
 def test_processes_that_were_asked_for_and_not_started_are_missed(monkeypatch):
     """What `accelerate launch --cpu --num_processes 2` sets, which starts one process."""
-    assert launch._asked_for() == 1
+    assert launch._asked_for().processes == 1
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     parent = SimpleNamespace(cmdline=lambda: ["python", "accelerate", "launch", *OPTIONS])
     monkeypatch.setattr(launch.psutil, "Process", lambda pid: parent)
-    assert launch._asked_for() == 3
+    assert launch._asked_for().processes == 3
     monkeypatch.setenv("ACCELERATE_USE_CPU", "False")  # no --cpu, on a machine with CPUs only
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
-    assert launch._asked_for() == 3
+    assert launch._asked_for().processes == 3
     parent.cmdline = lambda: ["bash"]
     with pytest.raises(SpectrainError, match="torchrun"):
         launch.start_all()
@@ -51,13 +53,64 @@ def test_processes_that_a_file_asks_for_are_missed_too(monkeypatch, tmp_path, wh
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     parent = SimpleNamespace(cmdline=lambda: ["python", "accelerate", "launch", *options])
     monkeypatch.setattr(launch.psutil, "Process", lambda pid: parent)
-    assert launch._asked_for() == 2
+    assert launch._asked_for().processes == 2
     options.insert(0, "--num_processes=4")  # a flag is stronger than a file
-    assert launch._asked_for() == 4
+    assert launch._asked_for().processes == 4
     file.write_text("distributed_type: MULTI_CPU\nnum_machines: 2\nuse_cpu: true\n")
-    del options[0]
-    with pytest.raises(SpectrainError, match="torchrun"):
+    with pytest.raises(SpectrainError, match=r"4 processes on 2 machines.*--main_process_ip"):
         launch.start_all()
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is not supported; use --use_fsdp"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported; use --use_fsdp"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "--use_parallelism_config is not supp"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP of version 1 .*; add --fsdp_version 2"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP of version 1"),
+        (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"}, "--fsdp_offload_params true is not supp"),
+        (FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "--fsdp_activation_checkpointing"),
+        (FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, "--fsdp_reshard_after_forward false is"),
+        (
+            FSDP2 | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"},
+            "--fsdp_auto_wrap_policy size_based",
+        ),
+    ],
+)
+def test_ways_to_share_a_model_that_are_not_built_are_refused(monkeypatch, variables, told):
+    """None is left aside in silence; what stands for "no" is no request."""
+    assert not asked.sharding_asked_for()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SpectrainError, match=told) as caught:
+        asked.sharding_asked_for()
+    assert "\n" not in str(caught.value)
+
+
+def test_fsdp_2_is_ours_and_no_longer_the_libraries_to_do(monkeypatch):
+    """transformers would load empty weights in all processes but the first."""
+    for name, value in (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "false"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
+    assert asked.sharding_asked_for()
+    assert "ACCELERATE_USE_FSDP" not in os.environ
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_processes_are_started_by_torchrun(monkeypatch, machines):
+    group = launch.Group(4, machines, machines - 1, "10.0.0.1", 29500)
+    monkeypatch.setattr(launch, "_asked_for", lambda: group)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    started = []
+    monkeypatch.setattr(launch.os, "execve", lambda *command: started.append(command))
+    launch.start_all()
+    ((_, command, environment),) = started
+    assert f"--nproc-per-node={4 // machines}" in command
+    assert ("--standalone" in command) == (machines == 1)
+    where = {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=29500"}
+    assert where <= set(command) if machines == 2 else not where & set(command)
+    assert "MASTER_ADDR" not in environment
 
 
 def test_a_key_decides_whether_wandb_is_online(monkeypatch, tmp_path):

@@ -2,57 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
-import traceback
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from ranks import run_on_ranks
 
 from spectrain.core.batch import Batch
+from spectrain.trainer import order
 from spectrain.trainer.loop import train
 from spectrain.trainer.metrics import read_metrics
 from spectrain.trainer.order import share
 from spectrain.trainer.settings import TrainerSettings
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture
 def on_two_ranks(monkeypatch):
     """on_two_ranks(work) runs work(accelerator) in two processes; fails when one of them does."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     def run(work):
-        children = []
-        for rank in range(2):
-            child = os.fork()
-            if child == 0:
-                try:
-                    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-                    AcceleratorState._reset_state(True)
-                    GradientState._reset_state()
-                    accelerator = Accelerator(cpu=True)
-                    assert accelerator.num_processes == 2
-                    work(accelerator)
-                    accelerator.end_training()
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-                os._exit(0)
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        assert codes == [0, 0]
+        def begin():
+            accelerator = Accelerator(cpu=True)
+            assert accelerator.num_processes == 2
+            work(accelerator)
+            accelerator.end_training()
+
+        run_on_ranks(begin, monkeypatch)
 
     return run
 
@@ -96,15 +72,16 @@ def test_a_rank_without_supervised_rows_waits_for_nobody(
         assert [r["hits"] for r in got] == [r["hits"] for r in expected]
 
 
-def test_ranks_with_unequal_numbers_of_packed_micro_batches(
+def test_ranks_whose_conversations_fit_into_unequal_numbers_of_packed_rows(
     make_head, make_data, corpus, fit, tmp_path, on_two_ranks
 ):
-    """CASE 22: of the two shares of a batch one fits into fewer rows."""
+    """CASE 22: of the two shares of a batch one fits into fewer rows, and is cut into as many."""
     rows = sorted(corpus, key=lambda row: row.tokens.shape[1])[:6]
     lengths = [row.tokens.shape[1] for row in rows]
     options = {"steps": 4, "batch_size": 6, "log_every": 1, "micro_batch": 1, "pack_length": 58}
     parts = [share(range(6), lengths, rank, 2, 1, 58) for rank in range(2)]
-    assert [len(own) for own in parts] == [1, 2]
+    assert [len(order._packed([*range(rank, 6, 2)], lengths, 58)) for rank in range(2)] == [1, 2]
+    assert [len(own) for own in parts] == [2, 2]
     single = make_head()
     alone = options | {"pack_length": 0}
     _, expected = fit(single, make_data(rows=rows), tmp_path / "one", **alone)
