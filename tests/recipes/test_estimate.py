@@ -48,6 +48,7 @@ def known_speeds(monkeypatch):
     monkeypatch.setattr(Speeds, "_attention", lambda self, *sizes: 1e12)
     monkeypatch.setattr(Speeds, "_pass", lambda self: 1e10)
     monkeypatch.setattr(Speeds, "_scores", lambda self: 1e10)
+    monkeypatch.setattr(Speeds, "_stream", lambda self: 1e10)
 
 
 @pytest.fixture
