@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from spectrain.commands import running, train
+from spectrain.commands import options, running, train
 from spectrain.commands.options import ConfigFile, Json, Overrides, Overwrite, Seed, Target, option
 
-Store = option(str, "Store whose lengths are taken; not needed.", metavar="FOLDER")
+Store = options.store()
 Family = option(
     str,
     "eagle1, eagle2, eagle3, medusa, mtp-parallel, mtp-sequential or draft.",

@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import nn
 
+from spectrain.core.fast_linear import preferred
 from spectrain.heads.in_parts import CPU_ROWS, GPU_ROWS
 from spectrain.heads.unrolled_loss import CPU_CHUNK, FEWEST, GPU_CHUNK
 from spectrain.heads.work import (
     GATE,
+    GATHER,
     NORM,
     RESIDUAL,
     TURN,
@@ -87,21 +89,31 @@ def eagle3_work(head: Any, shape: Shape) -> Work:
     total, learns = first + later, head.lm_head.weight.requires_grad
     cpu, plain = shape.device == "cpu", config.loss == "soft_ce"
     chunk = max(FEWEST, (CPU_CHUNK if cpu else GPU_CHUNK) // size)
+    pieces = max(1, -(-total // chunk))
     products = (
         Product("fc", shape.tokens, head.fc.in_features, hidden, 3 if shape.live else 2),
-        Product("vocabulary", total, hidden, size, 3 if learns else 2, -(-total // chunk)),
-        Product("teacher", first, config.target.hidden_size, size, 1, -(-total // chunk)),
+        Product("vocabulary", total, hidden, size, 3 if learns else 2, pieces),
+        Product("teacher", first, config.target.hidden_size, size, 1, pieces),
     )
     parts = max(1, -(-first // max(1, (CPU_ROWS if cpu else GPU_ROWS) // steps)))
     entry = 2 * NORM * hidden + 4 * 2 * hidden  # two norms, side by side
     numbers = (shape.tokens + later) * entry + total * NORM * hidden
-    numbers += 8 * trained(head)
+    weight, others = hidden * size, trained(head) - hidden * size * learns
+    streamed = weight * learns * (GATHER * pieces + 4) + others * (GATHER * parts + 4)
     scored = (18 if plain else 56) * total * size
     kept = shape.tokens * 6 * hidden + head.reduced * hidden * size
     kept += -(-first // parts) * steps * row_kept(head)
-    moment = min(chunk, total) * size * (2.3 if plain else 3.3)
+    # The output layer's gradient of a chunk; oneDNN copies the layer twice for that of its input.
+    logits, copies = min(chunk, total) * size, 2 if cpu and preferred() else learns
+    moment = max(logits * (2.3 if plain else 3.3), logits + copies * weight)
     return stack_work(head, shape, steps * parts) + Work(
-        products, numbers, scored, kept, moment, early=trained(head)
+        products,
+        numbers=numbers,
+        scored=scored,
+        streamed=streamed,
+        kept=kept,
+        moment=moment,
+        early=trained(head),
     )
 
 

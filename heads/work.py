@@ -21,6 +21,8 @@ from spectrain.heads.linear_loss import CPU_CHUNK, GPU_CHUNK
 # Numbers read and written in a forward and its backward for each number of a tensor that passes
 # through: an RMS norm, a residual connection, a gated MLP's inside, a rotation by positions.
 NORM, RESIDUAL, GATE, TURN = 36, 5, 15, 25
+# A part's gradient of a weight is made, and added to what others left.
+GATHER = 4
 # For each logit of a row: its loss and gradient, taught by a distribution or by a token.
 SOFT, HARD = 18.5, 9
 
@@ -135,6 +137,7 @@ class Work:
 
     numbers: what passes through elementwise operations, read and written
     scored: the same of logits: softmax, choice, loss and its gradient
+    streamed: the same of tensors as large as weights, which no cache holds
     kept: numbers held between forward and backward, beside parameters and the batch
     moment: numbers held beside them at the worst moment (logits, say)
     early: numbers of gradients that are made in the forward already
@@ -143,6 +146,7 @@ class Work:
     products: tuple[Product | Attention, ...] = ()
     numbers: float = 0.0
     scored: float = 0.0
+    streamed: float = 0.0
     kept: float = 0.0
     moment: float = 0.0
     early: float = 0.0
@@ -152,6 +156,7 @@ class Work:
             self.products + other.products,
             self.numbers + other.numbers,
             self.scored + other.scored,
+            self.streamed + other.streamed,
             self.kept + other.kept,
             max(self.moment, other.moment),
             self.early + other.early,
@@ -165,7 +170,7 @@ class Work:
             else replace(one, pairs=one.pairs * share)
             for one in self.products
         )
-        passes = {"numbers": self.numbers * share, "scored": self.scored * share}
+        passes = {n: getattr(self, n) * share for n in ("numbers", "scored", "streamed")}
         return replace(self, products=products, **passes)
 
     @property
@@ -276,14 +281,14 @@ def row_loss_work(
     """linear_loss.py over an output layer H → D, `rows` of each call. learns: the layer does; soft:
     taught by distributions; enters: a gradient goes on to what the layer reads."""
     chunk = min(CPU_CHUNK if shape.device == "cpu" else GPU_CHUNK, max(rows) * size)
-    total = sum(rows)
-    calls = max(1, -(-total * size // max(1, chunk)))
+    total, weight = sum(rows), hidden * size * learns
+    calls = sum(max(1, -(-one * size // max(1, chunk))) for one in rows)
     product = Product("vocabulary", total, hidden, size, 1 + enters + learns, calls)
     return Work(
         (product,),
-        numbers=5 * hidden * size * learns * len(rows),
         scored=total * size * (SOFT if soft else HARD),
+        streamed=weight * (GATHER * calls + 2 * len(rows)),
         kept=total * hidden * enters,
-        moment=chunk * (3 if soft else 2),
-        early=hidden * size * learns * len(rows),
+        moment=max(chunk * (3 if soft else 2), chunk + weight),
+        early=weight * len(rows),
     )

@@ -182,29 +182,11 @@ def throughput() -> float:
 
 
 def floor(work: Work) -> dict[str, float]:
-    """FLOPs of one step that the maths asks for, by part. A weight costs 2 for each row forward and
-    4 backward; of what needs no gradient 2 less. Only what counts is counted: all rows for `fc` and
-    the keys and values of step 0, and at each step its supervised anchors."""
-    from spectrain.core.batch import counted, predicting
+    """FLOPs of one step that the maths asks for, by part: what the head says of itself. A weight
+    costs 2 for each row forward and 4 backward; of what needs no gradient 2 less."""
+    from spectrain.heads.work import Shape
 
-    batch, rows = work.batch, work.batch.tokens.numel()
-    key_value, query, out, mlp = 2 * 2 * H * G * SIZE, 2 * H * Q * SIZE, Q * SIZE * H, 3 * H * I
-    live = [counted(batch.reply, step) for step in range(work.head.config.steps)]
-    counts = [int(part.sum()) for part in live]
-    seen = [  # keys that all anchors of a step look at, summed
-        int((part.nonzero()[:, 1] + 1 + step).sum()) for step, part in enumerate(live)
-    ]
-    size = work.head.config.draft_vocab_size * H
-    return {
-        "fc": 4 * 3 * H * H * rows,
-        "keys of step 0": 6 * key_value * rows,
-        "layer": 6 * ((query + out + mlp) * sum(counts) + key_value * sum(counts[1:])),
-        "attention": 12 * Q * SIZE * sum(seen),
-        "vocabulary": 6 * size * sum(counts),
-        "teacher": 2
-        * size
-        * int((predicting(batch.reply)[:, :-1] & (batch.reply[:, :-1] > 0)).sum()),
-    }
+    return work.head.work(Shape.of_reply(work.batch.reply)).flops
 
 
 def measure_memory(options: argparse.Namespace) -> dict[str, float]:

@@ -26,6 +26,7 @@ RECIPES = {
     "verify-data": ("verify_data", "verify-data", "VerifyConfig"),
     "draft-vocab": ("draft_vocab", "draft-vocab", "DraftVocabConfig"),
     **dict.fromkeys(("train-eagle", "train-medusa", "train-mtp", "train-draft"), TRAIN),
+    "estimate": ("estimate", "train", "EstimateConfig"),
     "compare": ("compare", "compare", "CompareConfig"),
     "eval-alpha": ("evaluate", "eval", "EvalConfig"),
     "plan": ("plan", "plan", "PlanConfig"),
@@ -71,8 +72,9 @@ IN_WORDS = {
     **{
         (name, "steps"): (None, f"{DEFAULT_EPOCHS:g} epochs")
         for name, recipe in RECIPES.items()
-        if recipe == TRAIN
+        if recipe == TRAIN or name == "estimate"
     },
+    ("estimate", "conversations"): (None, "the store's, or 1000"),
 }
 
 
@@ -118,12 +120,13 @@ def test_every_help_has_an_example_and_fits(name):
 
 
 def test_one_word_has_one_meaning():
-    """The same flag has the same help wherever it appears, apart from its default and from a head
-    that is optional."""
+    """The same flag has the same help wherever it appears, apart from its default, from a head that
+    is optional, and from a family that only says what is kept."""
     meanings: dict[str, set] = {}
     for name in commands():
         for option in options_of(name).values():
-            if option.name != "head" or name not in ("generate", "chat", "check"):
+            optional = option.name == "head" and name in ("generate", "chat", "check")
+            if not optional and (option.name, name) != ("family", "prepare"):
                 text = option.help.split("  [default")[0]
                 single = text.split("; repeat it")[0].rstrip(".")
                 meanings.setdefault(option.opts[-1], set()).add(single)

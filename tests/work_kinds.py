@@ -15,7 +15,7 @@ from spectrain.core import attention, fast_linear
 from spectrain.core.batch import Batch
 from spectrain.core.outline import UNREAD, NoTokenizer
 from spectrain.core.target import Target
-from spectrain.heads import ttt_attention
+from spectrain.heads import eagle_work, ttt_attention
 from spectrain.heads.base import DraftHead
 from spectrain.heads.registry import family
 
@@ -99,7 +99,8 @@ def counted() -> Any:
         return staticmethod(run)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast_linear, "preferred", lambda: False)
+        for place in (fast_linear, eagle_work):
+            patch.setattr(place, "preferred", lambda: False)
         for name in ("forward", "backward"):
             patch.setattr(kind, name, products_alone(getattr(kind, name)))
         with counter:

@@ -103,7 +103,7 @@ def update_work(head: nn.Module, settings: TrainerSettings, batches: int) -> Wor
                 low, high = sorted(value.shape)
                 products.append(Product("muon", low, high, low, 2 * MUON_STEPS))
                 products.append(Product("muon", low, low, low, MUON_STEPS))
-    return Work(tuple(products), numbers=count * (_UPDATE + _ADD * (batches - 1)))
+    return Work(tuple(products), streamed=count * (_UPDATE + _ADD * (batches - 1)))
 
 
 def step_work(

@@ -22,7 +22,8 @@ from spectrain.heads.linear_loss import CPU_CHUNK, GPU_CHUNK
 from spectrain.heads.ttt_attention import Anchors, ttt_attention
 from spectrain.heads.work import NORM, Attention, Product, Work
 
-_ROWS, _WIDTH, _PLACES = 1024, 8192, 1024  # beyond these a machine gets no faster
+_ROWS, _WEIGHT, _PLACES = 1024, 1 << 25, 1024  # beyond these a machine gets no faster
+_STREAM = 1 << 24  # numbers, more than a cache holds
 _TIMES = 3
 
 
@@ -37,7 +38,8 @@ class Speeds:
     ) -> None:
         self.device, self.bf16, self.clock = torch.device(device), bf16, clock
         self._product, self._attention = cache(self._product), cache(self._attention)
-        self._pass, self._scores = cache(self._pass), cache(self._scores)
+        for name in ("_pass", "_scores", "_stream"):
+            setattr(self, name, cache(getattr(self, name)))
 
     def seconds(self, work: Work) -> float:
         return sum(self.by_part(work).values())
@@ -49,7 +51,8 @@ class Speeds:
             if one.flops:
                 speed = self._of(one)
                 found[one.part] = found.get(one.part, 0.0) + one.flops / speed
-        found["elementwise"] = work.numbers / self._pass() + work.scored / self._scores()
+        passes = work.numbers / self._pass() + work.scored / self._scores()
+        found["elementwise"] = passes + work.streamed / self._stream()
         return found
 
     def product(self) -> float:
@@ -59,8 +62,9 @@ class Speeds:
     def _of(self, one: Product | Attention) -> float:
         if isinstance(one, Product):
             rows = _power(min(_ROWS, one.rows / one.calls))
-            sizes = min(_WIDTH, one.inputs), min(_WIDTH, one.outputs)
-            return self._product(rows, *sizes, one.passes)
+            inputs = min(1 << 14, one.inputs)
+            outputs = min(max(1, _WEIGHT // inputs), one.outputs)
+            return self._product(rows, inputs, outputs, one.passes)
         sizes = one.heads, one.groups, one.key, one.value, min(_PLACES, max(16, one.length))
         return self._attention(*sizes, one.own, one.passes)
 
@@ -131,6 +135,11 @@ class Speeds:
             own.exp_().sub_(teacher).masked_fill_(~kept, 0)
 
         return 16 * logits.numel() / self._timed(run)
+
+    def _stream(self) -> float:
+        """Numbers a second from and to memory: one large tensor added to another."""
+        total, part = torch.zeros(2, _STREAM, device=self.device).unbind()
+        return 3 * _STREAM / self._timed(lambda: total.add_(part))
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
