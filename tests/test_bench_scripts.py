@@ -1,4 +1,4 @@
-"""The benchmarks of replies, capture and number types run, and what they compare is comparable."""
+"""The benchmarks of replies, capture, types and peers run, and what they compare is comparable."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 
-def run(name: str, *arguments: object) -> dict:
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / name, *map(str, arguments)],
+def start(*arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "SPECTRAIN_QUIET": "1"},
         capture_output=True,
         text=True,
         timeout=600,
     )
+
+
+def run(name: str, *arguments: object) -> dict:
+    done = start(SCRIPTS / name, *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -64,3 +68,90 @@ def test_number_types_are_compared_on_the_same_rows(tiny_path, tmp_path):
     times = [file.stat().st_mtime_ns for file in work]
     assert run("bench_int8.py", *arguments) == report
     assert [file.stat().st_mtime_ns for file in work] == times
+
+
+PEER = """#!{python}
+import json, sys
+given = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
+with open({calls!r}, "a") as file:
+    print(given["--trainer"], given["--part"], given["--length"], file=file)
+answers = {answers!r}
+print("words of a library")
+print(json.dumps(answers[given["--trainer"]] | {{"versions": {{"stand-in": "1"}}}}))
+"""
+H, I, Q, KV, D = 576, 1536, 576, 192, 512  # of bench_train.py, with --tiny
+LEARNT = 3 * H * H + 2 * H * (Q + 2 * KV) + Q * H + 3 * H * I + 4 * H + D * H
+
+
+def peer(folder: Path, answers: dict[str, dict]) -> tuple[Path, Path]:
+    """A virtual environment whose Python speaks as peer_step.py does, and what it was asked."""
+    file, calls = folder / "bin" / "python", folder / "calls"
+    file.parent.mkdir(parents=True)
+    file.write_text(PEER.format(python=sys.executable, calls=str(calls), answers=answers))
+    file.chmod(0o755)
+    return folder, calls
+
+
+def answer(wall: float, process: float, memory: float, left: float | None, learnt: int = LEARNT):
+    times = {"walls": [wall, wall + 1, wall - 1], "seconds": [process], "learnt": learnt}
+    return times | {"memory_mb": memory, "left_mb": left}
+
+
+def test_a_step_is_compared_with_the_best_peer_of_each_measure(tmp_path):
+    """Ours runs, the peers answer what no machine will be near to, so that the ratios are known. No
+    peer is the best by all measures."""
+    answers = {
+        "specforge-full": answer(3000, 5000, 0.01, 1e9),
+        "specforge-compact": answer(4000, 4000, 1e6, None),
+    }
+    venv, calls = peer(tmp_path / "peer", answers)
+    file = tmp_path / "report.json"
+    done = start(SCRIPTS / "bench_peers.py", "--tiny", "--json", file, "--specforge", venv)
+    assert done.returncode == 0, done.stderr
+    parts = [f"{name} {part} 48" for part in ("time", "memory") for name in answers]
+    assert calls.read_text().splitlines() == parts
+    report = json.loads(file.read_text())
+    ours, ratios = report["trainers"]["spectrain"], report["ratios"]
+    assert {name: one["peer"] for name, one in ratios.items()} == {
+        "speed, wall": "specforge-full",
+        "speed, process": "specforge-compact",
+        "memory": "specforge-full",
+        "memory and left": "specforge-compact",
+    }
+    walls, seconds = ours["rounds"]["wall_seconds"], ours["rounds"]["process_seconds"]
+    assert len(walls) == len(seconds) == 2  # one before each peer
+    assert ratios["speed, wall"]["value"] == pytest.approx(3000 / walls[0])
+    assert ratios["speed, process"]["value"] == pytest.approx(4000 / seconds[1])
+    assert ratios["memory"]["value"] == pytest.approx(ours["memory_mb"] / 0.01)
+    whole = ours["memory_mb"] + ours["left_mb"]
+    assert ratios["memory and left"]["value"] == pytest.approx(whole / 1e6)
+    assert [one["met"] for one in ratios.values()] == [True, True, False, True]
+    for words in (
+        "at least 1.6: met",
+        "at most 0.5: missed",
+        "stand-in 1",
+        f"peers: {', '.join(answers)}",
+    ):
+        assert words in done.stdout
+
+
+def test_other_work_is_no_comparison(tmp_path):
+    other, _ = peer(tmp_path / "peer", {"speculators": answer(1, 1, 1, 1, LEARNT + 1)})
+    done = start(SCRIPTS / "bench_peers.py", "--tiny", "--speculators", other)
+    assert done.returncode == 1
+    assert f"spectrain {LEARNT:,}, speculators {LEARNT + 1:,}" in done.stderr
+
+
+def test_without_a_peer_there_is_nothing_to_compare(tmp_path):
+    for arguments in ([], ["--specforge", tmp_path]):
+        done = start(SCRIPTS / "bench_peers.py", *arguments)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_peer_that_fails_is_told_with_its_last_line(tmp_path):
+    broken, _ = peer(tmp_path / "peer", {})
+    done = start(SCRIPTS / "bench_peers.py", "--tiny", "--speculators", broken)
+    assert done.returncode == 1
+    assert done.stderr == "error: speculators, time: KeyError: 'speculators'\n"
