@@ -29,6 +29,10 @@ Steps = option(int, "Optimiser steps.", default="4 epochs")
 Rate = option(float, "Highest learning rate.", default="0.001")
 BatchSize = option(int, "Conversations in each step.", default="8")
 Tracker = option(str, "Metrics also go to wandb or tensorboard.", metavar="NAME", default="none")
+EvalEvery = option(
+    int, "Measure α and τ on held-out rows every so many steps; keep the best head.", default="0"
+)
+Keep = option(int, "Checkpoints that are kept.", default="2")
 Version = option(str, "Which EAGLE to train.", metavar="1|2|3", default="3")
 Stage = option(
     str, "1: heads alone; 2: the target is tuned along (LoRA).", metavar="1|2", default="1"
@@ -72,6 +76,8 @@ def train_eagle(
     steps: Steps = None,
     lr: Rate = None,
     batch_size: BatchSize = None,
+    eval_every: EvalEvery = None,
+    keep: Keep = None,
     tracker: Tracker = None,
     overwrite: Overwrite = None,
     seed: Seed = None,
@@ -99,6 +105,8 @@ def train_medusa(
     steps: Steps = None,
     lr: Rate = None,
     batch_size: BatchSize = None,
+    eval_every: EvalEvery = None,
+    keep: Keep = None,
     tracker: Tracker = None,
     overwrite: Overwrite = None,
     seed: Seed = None,
@@ -126,6 +134,8 @@ def train_mtp(
     steps: Steps = None,
     lr: Rate = None,
     batch_size: BatchSize = None,
+    eval_every: EvalEvery = None,
+    keep: Keep = None,
     tracker: Tracker = None,
     overwrite: Overwrite = None,
     seed: Seed = None,
@@ -152,6 +162,8 @@ def train_draft(
     steps: Steps = None,
     lr: Rate = None,
     batch_size: BatchSize = None,
+    eval_every: EvalEvery = None,
+    keep: Keep = None,
     tracker: Tracker = None,
     overwrite: Overwrite = None,
     seed: Seed = None,
