@@ -234,7 +234,7 @@ def render(report: dict) -> str:
             asked = f"asked {bound} {one['asked']}: {'met' if one['met'] else 'missed'}"
         rounds = one.get("rounds")
         spread = f" ({min(rounds):.2f} to {max(rounds):.2f})" if rounds else ""
-        lines.append(f"{title:18}{one['value']:.2f} x {one['peer']}{spread}, {asked}")
+        lines.append(f"{title:18}{one['value']:.3f} x {one['peer']}{spread}, {asked}")
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ under that trainer's own Python. The last line it prints is JSON.
 Needs torch and the trainer; for `spectrain` the step is that of bench_train.py.
 
     time      {walls, seconds, learnt, versions}: wall seconds and process seconds (all threads) of
-              each step after one that is not counted
+              each step after two that are not counted
     memory    {memory_mb, left_mb}, the first the most resident at once in the second step above
               what was resident before it: parameters, optimiser, inputs and what the first step
               has left behind. That is the second: kernels made for these shapes, mostly; null for
@@ -33,6 +33,7 @@ PACKAGES = {  # trainer: the package that has it
     "speculators": "speculators",
     **dict.fromkeys(COMPILED, "specforge"),
 }
+WARM_UP = 2  # the second step of code that torch compiles is still a slow one
 
 
 def main() -> None:
@@ -53,7 +54,8 @@ def main() -> None:
 
 def timed(options: argparse.Namespace) -> dict:
     trainer = MAKE[options.trainer](options)
-    trainer.step()
+    for _ in range(WARM_UP):
+        trainer.step()
     walls, seconds = [], []
     for _ in range(options.repeats):
         wall, start = time.perf_counter(), time.process_time()
