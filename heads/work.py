@@ -185,8 +185,8 @@ class Work:
         return found
 
     def forward_alone(self, packed: bool = False) -> Work:
-        """The same without a gradient: a third of the passes, nothing kept. packed: of a target that
-        is only read, whose layers are laid out for the quickest product."""
+        """The same without a gradient: a third of the passes, nothing kept. packed: the layers are
+        laid out for the quickest product, as of a target that is only read."""
         products = tuple(
             replace(one, passes=1, plain=one.plain and not packed)
             if isinstance(one, Product)

@@ -64,3 +64,13 @@ def test_number_types_are_compared_on_the_same_rows(tiny_path, tmp_path):
     times = [file.stat().st_mtime_ns for file in work]
     assert run("bench_int8.py", *arguments) == report
     assert [file.stat().st_mtime_ns for file in work] == times
+
+
+def test_what_is_told_of_a_step_is_compared_with_it():
+    """Sizes so small say nothing about the errors: that every part runs is what is tested."""
+    kinds = ("eagle3", "medusa2")
+    report = run("bench_estimate.py", "--tiny", "--json", "--kinds", ",".join(kinds))
+    assert set(report["kinds"]) == set(kinds)
+    for row in report["kinds"].values():
+        assert row["seconds_told"] == pytest.approx(sum(row["parts"].values()))
+        assert all(row[name] > 0 for name in ("seconds", "memory_mb", "memory_told_mb"))
