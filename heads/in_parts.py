@@ -21,7 +21,7 @@ from spectrain.heads.recurrent import Prefix, RecurrentHead
 from spectrain.heads.unrolled_loss import UnrolledLoss
 
 # Rows that are alive at a time, K for each anchor: enough for products at full speed.
-CPU_ROWS, GPU_ROWS = 3072, 1 << 16
+CPU_ROWS, GPU_ROWS = 2048, 1 << 16
 
 
 def total_in_parts(

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from spectrain.core.fast_linear import Linear
 from spectrain.heads.linear_loss import CPU_CHUNK, GPU_CHUNK
 
 # Numbers read and written in a forward and its backward for each number of a tensor that passes
@@ -95,7 +96,8 @@ class Shape:
 @dataclass(frozen=True)
 class Product:
     """rows × inputs → outputs by one weight, in `calls` pieces. passes: 1 forward alone, 2 with one
-    gradient, 3 with those to the input and to the weight."""
+    gradient, 3 with those to the input and to the weight. plain: by torch's own product, not by
+    core/fast_linear.py."""
 
     part: str
     rows: float
@@ -103,6 +105,7 @@ class Product:
     outputs: int
     passes: int = 3
     calls: float = 1.0
+    plain: bool = False
 
     @property
     def flops(self) -> float:
@@ -181,9 +184,15 @@ class Work:
             found[one.part] = found.get(one.part, 0.0) + one.flops
         return found
 
-    def forward_alone(self) -> Work:
-        """The same without a gradient: a third of the passes, nothing kept."""
-        products = tuple(replace(one, passes=1) for one in self.products)
+    def forward_alone(self, packed: bool = False) -> Work:
+        """The same without a gradient: a third of the passes, nothing kept. packed: the layers are
+        laid out for the quickest product, as of a target that is only read."""
+        products = tuple(
+            replace(one, passes=1, plain=one.plain and not packed)
+            if isinstance(one, Product)
+            else replace(one, passes=1)
+            for one in self.products
+        )
         return Work(products, self.numbers / 3, self.scored / 3, moment=self.moment)
 
 
@@ -195,14 +204,14 @@ def linears(
     found = []
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
-            passes = 2 + layer.weight.requires_grad
-            found.append(Product(part, rows, layer.in_features, layer.out_features, passes))
+            sizes = layer.in_features, layer.out_features, 2 + layer.weight.requires_grad
+            found.append(Product(part, rows, *sizes, plain=not isinstance(layer, Linear)))
             continue
         for value in layer.parameters(recurse=False):
             if value.ndim == 3 and "experts" in name:
                 asked = rows * (experts or len(value))
-                passes = 2 + value.requires_grad
-                found.append(Product(part, asked, value.shape[2], value.shape[1], passes))
+                sizes = value.shape[2], value.shape[1], 2 + value.requires_grad
+                found.append(Product(part, asked, *sizes, plain=True))
     return tuple(found)
 
 

@@ -155,3 +155,13 @@ def test_a_peer_that_fails_is_told_with_its_last_line(tmp_path):
     done = start(SCRIPTS / "bench_peers.py", "--tiny", "--speculators", broken)
     assert done.returncode == 1
     assert done.stderr == "error: speculators, time: KeyError: 'speculators'\n"
+
+
+def test_what_is_told_of_a_step_is_compared_with_it():
+    """Sizes so small say nothing about the errors: that every part runs is what is tested."""
+    kinds = ("eagle3", "medusa2")
+    report = run("bench_estimate.py", "--tiny", "--json", "--kinds", ",".join(kinds))
+    assert set(report["kinds"]) == set(kinds)
+    for row in report["kinds"].values():
+        assert row["seconds_told"] == pytest.approx(sum(row["parts"].values()))
+        assert all(row[name] > 0 for name in ("seconds", "memory_mb", "memory_told_mb"))

@@ -87,7 +87,7 @@ def work_of(
     work = head.resting_work(shape) if rests else head.work(shape)
     if asked is not None:
         rows, size = shape.predicting, asked.vocab_size
-        work += decoder(asked.decoder, shape, "target").forward_alone() + Work(
+        work += decoder(asked.decoder, shape, "target").forward_alone(packed=True) + Work(
             (Product("target", rows, asked.hidden_size, size, 1),), scored=rows * size
         )
     return work

@@ -64,20 +64,23 @@ class Speeds:
             rows = _power(min(_ROWS, one.rows / one.calls))
             inputs = min(1 << 14, one.inputs)
             outputs = min(max(1, _WEIGHT // inputs), one.outputs)
-            return self._product(rows, inputs, outputs, one.passes)
+            return self._product(rows, inputs, outputs, one.passes, one.plain)
         sizes = one.heads, one.groups, one.key, one.value, min(_PLACES, max(16, one.length))
         return self._attention(*sizes, one.own, one.passes)
 
     # ── measurements, each a rate ────────────────────────────────────────────
 
-    def _product(self, rows: int, inputs: int, outputs: int, passes: int) -> float:
+    def _product(
+        self, rows: int, inputs: int, outputs: int, passes: int, plain: bool = False
+    ) -> float:
+        product = F.linear if plain else fast_linear
         x = torch.randn(rows, inputs, device=self.device, requires_grad=passes > 1)
         weight = torch.randn(outputs, inputs, device=self.device, requires_grad=passes > 2)
         above = torch.randn(rows, outputs, device=self.device)
 
         def run() -> None:
             with torch.set_grad_enabled(passes > 1), self._autocast():
-                out = fast_linear(x, weight)
+                out = product(x, weight)
             if passes > 1:
                 wanted = [x, weight] if passes > 2 else [x]
                 torch.autograd.grad(out, wanted, above.to(out.dtype))

@@ -111,8 +111,17 @@ class JointHead(nn.Module):
             kept=3 * rows * hidden,
             moment=min(rows * size, _LOGITS) * (5 if self.loss == "distil" else 3.5),
         )
-        trunk = decoder(target.decoder, shape, "trunk")
+        trunk = decoder(target.decoder, shape, "trunk") + self._adapters_work(shape)
         return trunk + own + self.head.work(replace(shape, live=True))
+
+    def _adapters_work(self, shape: Shape) -> Work:
+        """What LoRA matrices add beside their products: a scale and a sum for each layer."""
+        sizes = [
+            3 * layer.in_features if "lora_A" in name else 9 * layer.out_features
+            for name, layer in self._target.decoder.named_modules()
+            if isinstance(layer, nn.Linear) and "lora_" in name
+        ]
+        return Work(numbers=shape.tokens * sum(sizes))
 
     def resting_work(self, shape: Shape) -> Work:
         """The same while the trunk rests: it is read without a gradient."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from head_kinds import KINDS as EVERY_HEAD
@@ -18,6 +20,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 every_size = pytest.mark.parametrize("size", SIZES)
 
 
+@cache
 def run(kind, size):
     """(the counter of a step, the work that is told of it)"""
     sizes, rows = SIZES[size]
