@@ -132,15 +132,22 @@ class Heldout:
         return self._copy.bind(readout).eval()
 
     def _keep_if_best(self, out: Path, step: int, found: Mapping[str, Any]) -> None:
-        """What is measured otherwise (other rows, another γ) does not compare."""
+        """What is measured otherwise (other rows, another γ) does not compare, nor what was said
+        after a later step before the run went back behind it."""
         old, tau = read_best(out), found["tau"]
         alike = old is not None and all(old.get(key) == found[key] for key in ("rows", "draft"))
-        if tau is None or (alike and old["tau"] >= tau):
+        alike = alike and old["step"] < step
+        # Of equal τ, as of short runs, the head with the smaller loss.
+        if tau is None or (alike and _worth(old) >= _worth(found)):
             return
         names = ("tau", "marginal", "conditional", "rule", "rejections")
         words = {name: DEFINITIONS[name] for name in names}
         facts = {"step": step, **found, "temperature": 0.0, "definitions": words}
         save_head(self._head, out / BEST, {"provenance.json": self._provenance, FACTS: facts})
+
+
+def _worth(found: Mapping[str, Any]) -> tuple[float, float]:
+    return found["tau"], -(found["loss"] or 0.0)
 
 
 def read_best(out: Path) -> dict[str, Any] | None:

@@ -40,7 +40,6 @@ def make_report(
     rows = read_metrics(settings.out)
     first = (1 - FINAL_SHARE) * settings.steps
     last = [row for row in rows if row["step"] > first]
-    losses = [row["loss"] for row in last if row["loss"] is not None]
     # A row whose steps were all skipped has no entries.
     hits = [sum(column) for column in zip(*(r["hits"] for r in last if r["hits"]), strict=True)]
     seen = [sum(column) for column in zip(*(r["seen"] for r in last if r["seen"]), strict=True)]
@@ -54,7 +53,7 @@ def make_report(
         "supervised_tokens": state.supervised,
         "seconds": round(state.seconds, 3),
         "tokens_per_second": round(state.supervised / state.seconds, 1),
-        "loss": sum(losses) / len(losses) if losses else None,
+        "loss": _loss(last, weights),
         "first_loss": _first_loss(rows[0], weights) if rows[0]["step"] <= first else None,
         "first_steps": rows[0]["step"],
         # The first term of a joint training is the trunk's, which drafts nothing.
@@ -69,6 +68,18 @@ def make_report(
         "environment": describe(accelerator.device),
         **about_store(store),
     }
+
+
+def _loss(rows: Sequence[dict[str, Any]], weights: Sequence[float]) -> float | None:
+    """Terms as means over all that some rows of metrics count, weighed; None without any."""
+    sums, counts = [0.0] * len(weights), [0] * len(weights)
+    for row in rows:
+        pairs = zip(row["loss_terms"], row.get("counts", ()), strict=False)
+        for k, (term, count) in enumerate(pairs):  # none where every step was skipped
+            sums[k] += (term or 0.0) * count
+            counts[k] += count
+    terms = [w * s / n for w, s, n in zip(weights, sums, counts, strict=True) if n]
+    return sum(terms) if terms else None
 
 
 def _first_loss(row: dict[str, Any], weights: Sequence[float]) -> float | None:

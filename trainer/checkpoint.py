@@ -72,7 +72,9 @@ def save(
         sums = {file.name: sha256_file(file) for file in sorted(temporary.iterdir())}
         content = {**state, "sha256": sums}
         write_json(temporary / STATE, {**content, "own_sha256": _digest(content)})
-    for old in _folders(run)[keep:]:
+    # Folders of later steps are damaged: this run began before them.
+    others = [other for other in _folders(run) if other.name <= folder.name]
+    for old in {*_folders(run)} - {*others[:keep]}:
         shutil.rmtree(old, ignore_errors=True)
     return folder
 

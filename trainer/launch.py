@@ -63,10 +63,10 @@ def start_all() -> None:
 
 
 def _end_with_launcher() -> None:
-    """Have SIGTERM sent to this process when accelerate's plain launcher ends: it passes no signal
-    on, and what it started would go on alone."""
-    plain = "ACCELERATE_USE_CPU" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
-    if plain and sys.platform == "linux":  # it outlives the replacement of the process
+    """Have SIGTERM sent to this process when its launcher ends. accelerate's plain one passes no
+    signal on, and torchrun cannot when it is killed: what they started would go on alone."""
+    launched = {"ACCELERATE_USE_CPU", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+    if launched and sys.platform == "linux":  # it outlives the replacement of the process
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -193,7 +193,8 @@ def train(
         raise RunFailed(
             f"the loss or its gradient was not finite in the last {state.skipped_in_row} steps",
             where=str(run),
-            fix="the weights may be spoilt: train again with a lower learning rate",
+            fix="the weights may be spoilt: a few steps more would tell (--set extend=true --steps "
+            f"{steps + settings.max_bad_steps}), or train again with a lower learning rate",
         )
     ema.leave_in(head)
     return state

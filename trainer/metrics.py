@@ -48,6 +48,7 @@ class Window:
         return {
             "loss": sum(weighed) if weighed else None,
             "loss_terms": terms,
+            "counts": [int(value) for value in self.count],
             "acceptance": acceptance(self.hits, self.seen),
             "hits": [int(value) for value in self.hits],
             "seen": [int(value) for value in self.seen],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from spectrain.core.config import Config
 
@@ -138,6 +138,13 @@ class TrainerSettings(Config):
         description="bf16: matrix products in bfloat16, weights stay float32; auto: bf16 where the "
         "device has units for it",
     )
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _no(cls, value: object) -> object:
+        """YAML reads a bare `no` as false."""
+        return "no" if value is False else value
+
     trunk: TrunkSettings = Field(
         TrunkSettings(), description="training of the target itself (Medusa-2, MTP)"
     )

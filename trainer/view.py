@@ -170,7 +170,7 @@ class Panel:
 
     def _lines(self) -> Iterator[tuple[str, RenderableType]]:
         if self._loss is not None:
-            first = f"  first {self._losses[0]:.3f}" if self._losses else ""
+            first = f"  first {self._losses[0]:.3f}" if self._losses[:1] not in ([], [self._loss]) else ""
             curve = sparkline(self._losses, CURVE)
             yield "loss", Text.assemble((f"{self._loss:.3f}  ", "bold"), (curve, "cyan"), first)
         if self._accepted:
@@ -202,7 +202,8 @@ def positions(shares: Sequence[float | None]) -> Text:
             text.append("– –     ")
         else:
             text.append(level(share), "green").append(f" {share:.2f}  ")
-    return text.append("…" if len(shares) > POSITIONS else "")
+    text.append("… " if len(shares) > POSITIONS else "")
+    return text.append("marginal", "dim")
 
 
 def level(share: float) -> str:

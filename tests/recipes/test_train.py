@@ -21,7 +21,7 @@ from spectrain.data.shard import Row
 from spectrain.data.writer import StoreWriter
 from spectrain.heads.io import load_head
 from spectrain.heads.registry import FAMILIES, family
-from spectrain.recipes import train
+from spectrain.recipes import train, train_report
 from spectrain.trainer.metrics import read_metrics
 
 
@@ -265,3 +265,15 @@ def test_two_processes_train_what_one_does(config, tmp_path, launcher, pack_leng
     expected, rows = read_metrics(one.out), read_metrics(two)
     assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in expected], rel=1e-5)
     assert [r["seen"] for r in rows] == [r["seen"] for r in expected]
+
+
+def test_the_loss_of_a_report_is_a_mean_over_all_that_counts():
+    """Not over rows of metrics, of which the last may stand for fewer steps; terms that nothing
+    counts are left out, and so are rows of which every step was skipped."""
+    rows = [
+        {"loss_terms": [1.0, 4.0], "counts": [30, 10]},
+        {"loss_terms": [2.0, None], "counts": [10, 0]},
+        {"loss_terms": [], "counts": []},
+    ]
+    assert train_report._loss(rows, [1.0, 0.5]) == pytest.approx((30 + 20) / 40 + 0.5 * 4.0)
+    assert train_report._loss(rows[2:], [1.0, 0.5]) is None

@@ -15,7 +15,7 @@ from spectrain.data.store import FeatureStore
 from spectrain.trainer.metrics import read_metrics
 from spectrain.trainer.order import Order
 
-TIMES = {"seconds", "tokens_per_second", "peak_rss_mb", "head"}
+TIMES = {"seconds", "tokens_per_second", "peak_rss_mb", "head", "best_head"}
 
 
 def outcome(out):

@@ -26,6 +26,13 @@ from spectrain.recipes.heldout import Heldout, read_best
 from spectrain.trainer import loop
 from spectrain.trainer.metrics import read_heldout, read_metrics
 
+# The command, with small batches of held-out rows.
+SMALL = """
+from spectrain.evaluation import measure
+measure._BATCH_TOKENS = 100
+from spectrain.cli import main
+main()
+"""
 WORDS = ["apple", "dog", "two", "word", "letter", "seven", "fox", "quick", "lazy", "question"]
 TIMED = {"tokens_per_second"}
 
@@ -120,6 +127,35 @@ def test_the_numbers_are_those_of_eval_alpha(config, make_store, tmp_path, famil
     assert best["tau"] == max(row["heldout"]["tau"] for row in rows)
     assert report["best"] == best
     assert rows[-1]["heldout"]["loss"] > 0
+
+
+def test_a_running_mean_is_what_is_measured_and_kept(config, tmp_path):
+    """The last evaluation is of the head that is written, and the best one is a mean, too."""
+    asked = config(ema=0.5, eval_rows=99, lr=3e-2)
+    train.run(asked)
+    rows, best = read_heldout(asked.out), read_best(asked.out)
+    for head, step in ((asked.out, 5), (asked.out / "best", best["step"])):
+        (mine,) = [row["heldout"] for row in rows if row["step"] == step]
+        theirs = measured_by_eval_alpha(asked, head, tmp_path)
+        assert mine["tau"] == pytest.approx(theirs["tau"][-1]["value"])
+    head, stored = load_head(asked.out), train.FeatureStore.open(asked.store)
+    head.bind(train.Target.load(asked.target, pack_weights=False).readout)
+    sums = head.objective(stored.batch(stored.rows("heldout")))  # τ alone may be equal by chance
+    terms = (sums.loss / sums.count).tolist()
+    assert rows[-1]["heldout"]["loss_terms"] == pytest.approx(terms, rel=1e-5)
+
+
+def test_what_a_later_step_said_is_forgotten_when_a_run_goes_back_behind_it(config):
+    """Its checkpoint was damaged, say; metrics.jsonl drops its rows as well."""
+    asked = config()
+    train.run(asked)
+    facts = asked.out / "best" / "best.json"
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"step": 5, "tau": 9.0}))
+    shutil.rmtree(asked.out / "checkpoints" / "step-00000005")
+    (asked.out / "report.json").unlink()
+    report = train.run(asked)
+    (last,) = [row["heldout"] for row in read_heldout(asked.out) if row["step"] == 5]
+    assert (report["best"]["step"], report["best"]["tau"]) == (5, last["tau"])
 
 
 def test_measuring_changes_nothing_of_the_training(config, tmp_path):
@@ -298,16 +334,20 @@ def test_time_of_measuring_is_no_training_time(config, monkeypatch):
     assert report["seconds"] < 900
 
 
-def test_two_processes_measure_what_one_does(config, tmp_path):
+def test_two_processes_measure_what_one_does(config, tmp_path, monkeypatch):
     """They deal the batches, sums are reduced: the same numbers to rounding, each row told once."""
+    monkeypatch.setattr(measure, "_BATCH_TOKENS", 100)
     one = config(out=tmp_path / "one", batch_size=8)
     train.run(one)
+    rows = train.FeatureStore.open(one.store).rows("heldout")
+    assert len(list(measure.batches(rows, load_head(one.out)))) > 4  # both have something to add
     two = tmp_path / "two"
     settings = {"batch_size": 8, "save_every": 2, "log_every": 1, "lr": 1e-2, "eval_every": 2}
     settings |= {"head.steps": 3, "head.draft_vocab_size": 60, "steps": 5}
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        + ["-m", "spectrain", "train-eagle", "--target", one.target, "--store", str(one.store)]
+        + ["--no-python", sys.executable, "-c", SMALL]
+        + ["train-eagle", "--target", one.target, "--store", str(one.store)]
         + ["--out", str(two)]
         + [part for key, value in settings.items() for part in ("--set", f"{key}={value}")],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -158,9 +158,9 @@ def test_checkpoints_by_the_clock(make_head, make_data, fit, tmp_path, monkeypat
     monkeypatch.setattr(loop.time, "monotonic", lambda: 60 * clock.minutes)
     saved, save = [], checkpoint.save
 
-    def watch(run, head, parts, ema, state, keep):
+    def watch(run, head, parts, ema, state, *rest):
         saved.append(state["step"])
-        return save(run, head, parts, ema, state, keep)
+        return save(run, head, parts, ema, state, *rest)
 
     monkeypatch.setattr(checkpoint, "save", watch)
     heads = []
@@ -251,6 +251,24 @@ def test_only_the_newest_are_kept(make_head, make_data, fit, tmp_path):
     fit(make_head(), make_data(), tmp_path, steps=7, save_every=1, keep=3)
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert kept == ["step-00000005", "step-00000006", "step-00000007"]
+
+
+def test_damaged_checkpoints_of_later_steps_do_not_push_out_good_ones(
+    make_head, make_data, fit, tmp_path
+):
+    """Behind step 4 the run has no whole one, so it begins there again, and `keep` counts what is
+    written from then on: at no moment is there nothing to go on from."""
+    head = make_head()
+    fit(head, make_data(), tmp_path, steps=7, save_every=1, keep=4)
+    for step in (5, 6, 7):
+        file = tmp_path / "checkpoints" / f"step-{step:08d}" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+    stopped = make_data(before_load=at_load(1, crash))
+    with pytest.raises(Crash):
+        fit(make_head(), stopped, tmp_path, steps=7, save_every=1, keep=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
+    fit(again := make_head(), make_data(), tmp_path, steps=7, save_every=1, keep=1)
+    assert_same(again, head)
 
 
 def test_other_settings_are_refused_by_the_first_that_differs(make_head, make_data, fit, tmp_path):

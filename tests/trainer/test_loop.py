@@ -228,6 +228,10 @@ def test_a_run_that_ends_on_bad_steps_has_failed(make_head, make_data, fit, tmp_
     data = make_data(before_load=poison({3, 4}))
     with pytest.raises(RunFailed, match="not finite in the last 2 steps"):
         fit(make_head(), data, tmp_path, steps=5)
+    with pytest.raises(RunFailed, match="extend=true --steps 10"):
+        fit(make_head(), make_data(), tmp_path, steps=5)
+    state, _ = fit(make_head(), make_data(), tmp_path, steps=10, extend=True)
+    assert (state.step, state.skipped, state.skipped_in_row) == (10, 2, 0)
 
 
 def test_a_batch_larger_than_the_data_is_refused(make_head, make_data, fit, corpus, tmp_path):

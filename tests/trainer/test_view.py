@@ -53,8 +53,8 @@ def test_everything_at_80_columns():
     head, loss, train_, heldout, tau, speed = lines(full_panel())
     assert head.endswith(" 399/1,000,000 steps 0% 277:40:01 left")  # a second a step
     assert loss == "loss       1.020  ████▇▇▇▇▆▆▆▆▅▅▅▅▄▄▄▄▃▃▃▃▂▂▂▂▁▁▁▁  first 8.980"
-    assert train_ == "α train    ▅ 0.62  ▅ 0.51  ▄ 0.43  ▄ 0.38  ▃ 0.31  ▂ 0.20  ▁ 0.10"
-    assert heldout == "α held-out ▅ 0.60  ▅ 0.50  ▄ 0.40  ▃ 0.30  ▂ 0.20  ▁ 0.10  – –"
+    assert train_ == "α train    ▅ 0.62  ▅ 0.51  ▄ 0.43  ▄ 0.38  ▃ 0.31  ▂ 0.20  ▁ 0.10  marginal"
+    assert heldout == "α held-out ▅ 0.60  ▅ 0.50  ▄ 0.40  ▃ 0.30  ▂ 0.20  ▁ 0.10  – –     marginal"
     assert tau.strip() == "τ 1.523, γ = 7, after step 200,000; best 1.550 after step 300"
     assert speed.startswith("speed      1,234 tokens/s  ")
     assert speed.endswith(" GB of memory  2 steps skipped  checkpoint 390")
@@ -81,8 +81,9 @@ def test_a_run_that_goes_on_shows_what_was_before():
 
 def test_bars_and_curves():
     assert [level(share) for share in (-1, 0, 0.49, 0.5, 0.99, 1, 2)] == list("▁▁▄▅███")
-    assert positions([0.5] * 9).plain.endswith("…")
-    assert positions([]).plain == sparkline([], 9) == sparkline([1.0], 9) == ""
+    assert positions([0.5] * 9).plain.endswith("… marginal")
+    assert positions([]).plain == "marginal"
+    assert sparkline([0.5], 3) == sparkline([], 9) == sparkline([1.0], 9) == ""
     assert sparkline([3, 3, 3], 9) == "▁▁▁"
     assert sparkline([1, 2, 3], 9) == "▁▅█"
     assert sparkline([0, 0, 1, 1, 0, 0, 7, 7], 4) == "▁▂▁█"  # means of two
