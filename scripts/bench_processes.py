@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
+    if options.processes < 2:
+        parser.error("--processes: 2 or more")
     settle()
     speeds: dict[int, list[float]] = {1: [], options.processes: []}
     losses: dict[int, float] = {}
@@ -49,12 +51,14 @@ def main() -> None:
             found.append(report["supervised_tokens"] / report["seconds"])
             losses[count] = report["loss"]
     one, several = (statistics.median(found) for found in speeds.values())
+    parted = abs(losses[options.processes] / losses[1] - 1)
     result = {
         "ratio": round(several / one, 3),
         "asked": f"at least {ASKED}",
         "met": several / one >= ASKED,
         "tokens_per_second": {count: round(statistics.median(v), 1) for count, v in speeds.items()},
         "loss": losses,
+        "losses_part_by": parted,  # by rounding; under bf16 autocast by more
         "steps": options.steps,
         "cores": options.cores,
         "definition": "reply tokens per second of N processes over those of one on the same cores",

@@ -170,7 +170,11 @@ class Panel:
 
     def _lines(self) -> Iterator[tuple[str, RenderableType]]:
         if self._loss is not None:
-            first = f"  first {self._losses[0]:.3f}" if self._losses[:1] not in ([], [self._loss]) else ""
+            first = (
+                f"  first {self._losses[0]:.3f}"
+                if self._losses[:1] not in ([], [self._loss])
+                else ""
+            )
             curve = sparkline(self._losses, CURVE)
             yield "loss", Text.assemble((f"{self._loss:.3f}  ", "bold"), (curve, "cyan"), first)
         if self._accepted:
