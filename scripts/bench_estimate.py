@@ -116,7 +116,7 @@ class Trial:
         from spectrain.core.target import Target
         from spectrain.heads.registry import family
         from spectrain.trainer import estimate, optim
-        from spectrain.trainer.loop import head_tables
+        from spectrain.trainer.optim import head_tables
         from spectrain.trainer.settings import TrainerSettings
         from spectrain.trainer.trunk import JointHead
 

@@ -18,7 +18,7 @@ from spectrain.core.environment import free_memory
 from spectrain.core.target import Target
 from spectrain.heads.base import DraftHead
 from spectrain.heads.work import Product, Shape, Work, decoder, trained
-from spectrain.trainer import order
+from spectrain.trainer import optim, order
 from spectrain.trainer.muon import STEPS as MUON_STEPS
 from spectrain.trainer.settings import TrainerSettings
 from spectrain.trainer.trunk import JointHead
@@ -97,13 +97,20 @@ def update_work(head: nn.Module, settings: TrainerSettings, batches: int) -> Wor
     """Gradients added up over `batches` micro-batches, clipped and used."""
     count = trained(head)
     products: list[Product] = []
-    if settings.optimizer == "muon":
-        for value in head.parameters():
-            if value.requires_grad and value.ndim == 2:
-                low, high = sorted(value.shape)
-                products.append(Product("muon", low, high, low, 2 * MUON_STEPS))
-                products.append(Product("muon", low, low, low, MUON_STEPS))
-    return Work(tuple(products), streamed=count * (_UPDATE + _ADD * (batches - 1)))
+    for value in _of_muon(head, settings):
+        low, high = sorted(value.shape)
+        products.append(Product("muon", low, high, low, 2 * MUON_STEPS))
+        products.append(Product("muon", low, low, low, MUON_STEPS))
+    passes = _UPDATE + _ADD * (batches - 1) + (_ADD if settings.ema is not None else 0)
+    return Work(tuple(products), streamed=count * passes)
+
+
+def _of_muon(head: nn.Module, settings: TrainerSettings) -> list[Tensor]:
+    """The trained tensors that Muon has."""
+    if settings.optimizer != "muon":
+        return []
+    mapped = optim.maps(head, optim.head_tables(head))
+    return [value for value in head.parameters() if value.requires_grad and mapped(value)]
 
 
 def step_work(
@@ -128,7 +135,8 @@ def step_work(
 class Memory:
     """Bytes on the training device at the worst moment of a step, by what holds them.
 
-    shared: the target's embedding and output layer, and a target that is asked online
+    shared: the target's embedding and output layer, and a target that is asked online; optimizer:
+    its memory and the running mean
     batch: one micro-batch's features; step: what its forward holds for its backward
     """
 
@@ -177,8 +185,10 @@ def memory_of(
         shared += bytes_of(asked.model.parameters())
     if settings.mixed_precision == "bf16":
         step += own // 2  # parameters cast for products
-    states = 1 if settings.optimizer == "muon" else 2
-    return Memory(own, shared, 4 * count, 4 * count * states, batch, step)
+    # Two moments, of muon one; and the running mean.
+    states = 2 * count - sum(value.numel() for value in _of_muon(head, settings))
+    states += count if settings.ema is not None else 0
+    return Memory(own, shared, 4 * count, 4 * states, batch, step)
 
 
 def parameters_of(head: nn.Module) -> list[dict[str, int | str]]:

@@ -73,7 +73,7 @@ def train(
     _check_batch(settings, data, world)
     main = accelerator.is_main_process
     head.to(accelerator.device).train()
-    parts = optim.build(head, settings, head_tables(head))
+    parts = optim.build(head, settings, optim.head_tables(head))
     ema = Ema(head, settings.ema)
     state = resume(run, head, parts, ema, identity, extend)
     require_one_step(state, accelerator, run)
@@ -198,11 +198,6 @@ def train(
         )
     ema.leave_in(head)
     return state
-
-
-def head_tables(head: DraftHead) -> set[int]:
-    """Row counts of matrices that have a row for each token."""
-    return {head.config.vocab_size, head.config.draft_vocab_size}
 
 
 def _check_batch(settings: TrainerSettings, data: Data, world: int) -> None:

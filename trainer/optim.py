@@ -47,12 +47,7 @@ def build(head: nn.Module, settings: TrainerSettings, tables: Iterable[int]) -> 
     """
     trainable = {name: value for name, value in head.named_parameters() if value.requires_grad}
     _check_patterns(settings, trainable)
-    embeddings = {id(m.weight) for m in head.modules() if isinstance(m, nn.Embedding)}
-    sizes = set(tables)
-
-    def mapped(value: Tensor) -> bool:
-        return value.ndim == 2 and value.shape[0] not in sizes and id(value) not in embeddings
-
+    mapped = maps(head, tables)
     trunk = settings.trunk
     if trunk.trained:
         tuned = {name: value for name, value in trainable.items() if name.startswith(TRUNK)}
@@ -65,6 +60,22 @@ def build(head: nn.Module, settings: TrainerSettings, tables: Iterable[int]) -> 
     if not parts:
         raise SpectrainError("the head has no trainable tensor", fix="unfreeze a part of it")
     return parts
+
+
+def maps(head: nn.Module, tables: Iterable[int]) -> Callable[[Tensor], bool]:
+    """Tells of a tensor of `head` whether Muon may have it; tables as in `build`."""
+    embeddings = {id(m.weight) for m in head.modules() if isinstance(m, nn.Embedding)}
+    sizes = set(tables)
+
+    def mapped(value: Tensor) -> bool:
+        return value.ndim == 2 and value.shape[0] not in sizes and id(value) not in embeddings
+
+    return mapped
+
+
+def head_tables(head: Any) -> set[int]:
+    """Row counts of a head's matrices that have a row for each token."""
+    return {head.config.vocab_size, head.config.draft_vocab_size}
 
 
 def _parts(

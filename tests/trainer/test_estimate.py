@@ -10,7 +10,8 @@ from spectrain.core.outline import outline_of
 from spectrain.heads.registry import family
 from spectrain.heads.work import Attention, Product, Shape, Work, trained
 from spectrain.trainer import estimate, optim, order
-from spectrain.trainer.loop import head_tables
+from spectrain.trainer.ema import Ema
+from spectrain.trainer.optim import head_tables
 from spectrain.trainer.settings import TrainerSettings
 from spectrain.trainer.speeds import Speeds
 from spectrain.trainer.trunk import JointHead
@@ -118,12 +119,14 @@ def test_more_micro_batches_are_the_same_products_and_less_memory():
 # ── memory ───────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_the_optimiser_holds_what_is_told(kind):
-    """Exactly for adamw; of muon what vectors and tables keep more is left out."""
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_the_optimiser_holds_what_is_told(kind, name, ema):
+    """Tables and vectors are adamw's under muon, too; the running mean is told with it."""
     target = target_of(SIZES)
-    head = head_of(target, "eagle1")
-    settings = TrainerSettings(optimizer=kind)
+    head = head_of(target, name)
+    settings = TrainerSettings(optimizer=kind, ema=ema)
     parts = optim.build(head, settings, head_tables(head))
     for value in head.parameters():
         value.grad = torch.zeros_like(value)
@@ -136,6 +139,7 @@ def test_the_optimiser_holds_what_is_told(kind):
         for value in memory.values()
         if torch.is_tensor(value) and value.ndim
     ]
+    states += Ema(head, ema).means.values()
     steps = estimate.steps_of([(32, 16)] * 8, settings, 1, "cpu")
     memory = estimate.memory_of(head, steps, settings)
     assert memory.optimizer == pytest.approx(estimate.bytes_of(states), rel=0.01)
