@@ -126,7 +126,7 @@ def test_logits_in_pieces_change_nothing(tiny, monkeypatch, rows):
     tokens, reply = random_rows(torch.Generator().manual_seed(4))
     results = []
     for chunk in (draft_model._CHUNK, rows * 384):
-        monkeypatch.setattr(draft_model, "_CHUNK", chunk)
+        monkeypatch.setattr(draft_model, "CHUNK", chunk)
         head = create(tiny, "draft", train_embeddings=True)
         batch = make_batch(tiny, head, tokens, reply)
         objective = head.objective(batch)
