@@ -125,7 +125,7 @@ def test_logits_in_pieces_change_nothing(tiny, monkeypatch, rows):
     """Memory is bounded by computing logits part by part, and again on the way back."""
     tokens, reply = random_rows(torch.Generator().manual_seed(4))
     results = []
-    for chunk in (draft_model._CHUNK, rows * 384):
+    for chunk in (draft_model.CHUNK, rows * 384):
         monkeypatch.setattr(draft_model, "CHUNK", chunk)
         head = create(tiny, "draft", train_embeddings=True)
         batch = make_batch(tiny, head, tokens, reply)
