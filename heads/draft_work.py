@@ -24,7 +24,7 @@ def draft_work(head: Any, shape: Shape) -> Work:
     chunk = min(logits, CHUNK)
     return decoder(head.decoder, shape) + Work(
         products,
-        scored=logits * (28 + 12 * again),
+        streamed=logits * (28 + 12 * again),
         kept=rows * (hidden + config.target.hidden_size),
         moment=chunk * 6.5,
     )

@@ -140,7 +140,7 @@ class Work:
 
     numbers: what passes through elementwise operations, read and written
     scored: the same of logits: softmax, choice, loss and its gradient
-    streamed: the same of tensors as large as weights, which no cache holds
+    streamed: the same of tensors that no cache holds: weights, large chunks of logits
     kept: numbers held between forward and backward, beside parameters and the batch
     moment: numbers held beside them at the worst moment (logits, say)
     early: numbers of gradients that are made in the forward already

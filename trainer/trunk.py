@@ -107,7 +107,7 @@ class JointHead(nn.Module):
             loss += (Product("trunk's loss", rows, hidden, size, 2, _calls(rows, size)),)
         own = Work(
             loss,
-            scored=(LOGITS_DISTIL if self.loss == "distil" else LOGITS_TEXT) * rows * size,
+            streamed=(LOGITS_DISTIL if self.loss == "distil" else LOGITS_TEXT) * rows * size,
             kept=3 * rows * hidden,
             moment=min(rows * size, _LOGITS) * (5 if self.loss == "distil" else 3.5),
         )
@@ -128,7 +128,7 @@ class JointHead(nn.Module):
         trunk = decoder(self._target.decoder, shape, "trunk").forward_alone()
         rows, size = shape.predicting, self._target.vocab_size
         loss = Product("trunk's loss", rows, self._target.hidden_size, size, 2, _calls(rows, size))
-        own = Work((loss,), scored=10 * rows * size, moment=min(rows * size, _LOGITS) * 4)
+        own = Work((loss,), streamed=10 * rows * size, moment=min(rows * size, _LOGITS) * 4)
         return trunk + own + self.head.work(shape)
 
     def weights(self, progress: float) -> list[float]:
