@@ -10,7 +10,6 @@ from tiny_models import gemma, make_batch, random_rows, save_tiny
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
 from spectrain.heads import eagle1_init
-from spectrain.heads.eagle1 import Eagle1Options
 from spectrain.recipes import train
 
 
@@ -133,7 +132,7 @@ def test_a_few_steps_of_training_lower_both_losses(tiny, init):
 def test_bad_options_are_one_line(options, message):
     config = train.TrainConfig(family="eagle1", head=options)
     with pytest.raises(SpectrainError, match=message) as caught:
-        train._options(Eagle1Options, config)
+        train.options_of(config)
     assert "\n" not in str(caught.value)
 
 

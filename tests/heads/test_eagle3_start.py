@@ -10,7 +10,6 @@ from tiny_models import make_head, save_tiny
 
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
-from spectrain.heads.eagle3 import Eagle3Options
 from spectrain.heads.io import load_head, save_head
 from spectrain.heads.layers import Rotary
 from spectrain.recipes import train
@@ -47,7 +46,7 @@ def test_impossible_aux_layers_are_refused(tiny, layers):
 def test_impossible_options_are_one_line(bad):
     (key,) = bad
     with pytest.raises(SpectrainError, match=f"head.{key}: .* refused") as caught:
-        train._options(Eagle3Options, train.TrainConfig(head=bad))
+        train.options_of(train.TrainConfig(head=bad))
     assert "\n" not in str(caught.value)
 
 
