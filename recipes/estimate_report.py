@@ -77,6 +77,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         f"reading the target takes {size_text(host['loading'])} of the machine's memory, "
         f"{size_text(host['free'])} are free{'' if host['fits'] else ': does NOT fit'}"
     )
+    if not (memory["fits"] and host["fits"]):
+        yield "as it stands, this training does not run on this machine"
     yield (
         f"on disk: head {size_text(disk['head'])}, a checkpoint {size_text(disk['checkpoint'])} "
         f"(kept: {disk['checkpoints_kept']}), a store {size_text(disk['store'])}"
@@ -85,7 +87,9 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 
 def size_text(count: float) -> str:
     """Bytes for people."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"
+    if count >= 1e9:
+        return f"{count / 1e9:,.1f} GB"
+    return f"{count / 1e6:,.0f} MB" if count >= 1e6 else f"{count / 1e3:,.0f} kB"
 
 
 def clock(seconds: float) -> str:
