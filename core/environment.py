@@ -16,8 +16,8 @@ DEFAULTS = {
     # make a small two-thread operation a hundred times slower.
     "OMP_WAIT_POLICY": "PASSIVE",
     # But they spin for some microseconds before they sleep: waking them costs more than most waits
-    # last, a third of a training step's time on two cores (docs/LOG.md).
-    "GOMP_SPINCOUNT": "10000",
+    # last, a fifth of a training step's time on two cores (docs/LOG.md).
+    "GOMP_SPINCOUNT": "500",
     # Tokenizers' own threads fight with torch's, and it warns about every fork.
     "TOKENIZERS_PARALLELISM": "false",
     # Only errors: load reports and advice of transformers would bury our own lines.
