@@ -25,7 +25,7 @@ from spectrain.core.errors import SpectrainError
 
 VERBS = (
     *("prepare", "inspect", "verify-data", "draft-vocab", "train", "eval", "plan", "check"),
-    *("generate", "chat", "compare"),
+    *("generate", "chat", "compare", "export", "import", "doctor"),
 )
 SHIPPED = Path(__file__).resolve().parent.parent / "recipes" / "configs"
 

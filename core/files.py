@@ -246,10 +246,13 @@ def write_json(path: str | Path, value: Any, *, compact: bool = False) -> None:
     atomic_write(path, text + "\n")
 
 
-def read_json(path: str | Path) -> Any:
-    """The value in a JSON file. Raises SpectrainError when it is missing or is not JSON."""
+def read_json(path: str | Path, longest: int | None = None) -> Any:
+    """The value in a JSON file. Raises SpectrainError when it is missing, is not JSON, or has more
+    bytes than `longest` (for files that others wrote: they are not read whatever their size)."""
     try:
         with disk_errors(path):
+            if longest is not None and Path(path).stat().st_size > longest:
+                raise SpectrainError(f"more than {longest:,} bytes of JSON", where=str(path))
             text = Path(path).read_text(encoding="utf-8")
         return json.loads(text)
     except FileNotFoundError:
@@ -260,9 +263,11 @@ def read_json(path: str | Path) -> Any:
             where=f"{path}:{error.lineno}",
             fix="repair the file, or remove it and make it again",
         ) from None
-    except UnicodeDecodeError:
+    except (ValueError, RecursionError) as error:
+        text = isinstance(error, UnicodeDecodeError)
+        reason = "not UTF-8 text" if text else "too deep, or a number too long"
         raise SpectrainError(
-            "not valid JSON (not UTF-8 text)",
+            f"not valid JSON ({reason})",
             where=str(path),
             fix="repair the file, or remove it and make it again",
         ) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,8 +98,9 @@ def _hub_cache() -> list[dict[str, Any]]:
 
 
 @contextmanager
-def load_errors(name: str) -> Iterator[None]:
-    """Around `from_pretrained` calls: whatever they raise becomes one line about target `name`."""
+def load_errors(name: str, where: str = "--target", fix: str | None = None) -> Iterator[None]:
+    """Around calls that load a model: whatever they raise becomes one line about `name`, by default
+    a target."""
     try:
         with disk_errors(name):
             yield
@@ -107,8 +108,21 @@ def load_errors(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise SpectrainError(
-            f"cannot load {name!r} ({_reason(error)})", where="--target", fix=_choices(name)
+            f"cannot load {name!r} ({_reason(error)})", where=where, fix=fix or _choices(name)
         ) from error
+
+
+def snapshot(
+    name: str, where: str = "--target", fix: str | None = None, endings: Iterable[str] = ()
+) -> Path:
+    """The folder with the safetensors and JSON files of a hub id, and those with further `endings`,
+    fetched where they are not here yet. Raises SpectrainError when they cannot be had."""
+    offline_without_hub()
+    from huggingface_hub import snapshot_download
+
+    patterns = [f"*{ending}" for ending in (".safetensors", ".json", *endings)]
+    with load_errors(name, where, fix):
+        return Path(snapshot_download(name, allow_patterns=patterns))
 
 
 def _choices(name: str) -> str:

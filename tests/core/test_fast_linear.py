@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,6 +58,23 @@ def test_other_types_take_the_plain_way(onednn):
     with torch.autocast("cpu", torch.bfloat16):
         assert fast_linear(x.float(), weight.float()).dtype == torch.bfloat16
     assert fast_linear(torch.randn(0, 8), torch.randn(4, 8)).shape == (0, 4)
+
+
+def test_a_graph_keeps_no_layout_of_a_single_call(onednn, monkeypatch):
+    """A copy of every weight would wait for the backward pass, which needs the other layout."""
+    made, pack = [], module._pack
+
+    def watched(right):
+        made.append(pack(right))
+        return made[-1]
+
+    monkeypatch.setattr(module, "_pack", watched)
+    y = fast_linear(torch.randn(100, 24, requires_grad=True), torch.randn(40, 24))
+    alive = [weakref.ref(value) for value in made]
+    made.clear()
+    assert y.requires_grad
+    assert len(alive) == 1
+    assert alive[0]() is None
 
 
 def test_a_weight_that_is_laid_out_once_gives_the_same(onednn):
