@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -149,6 +149,24 @@ class DraftHead(nn.Module, ABC):
         config = cls.configure(options, target)
         with torch.device("meta"):
             return cls(config).bind(target.readout)
+
+    def starts(self, **own: Any) -> list[BaseModel]:
+        """Options of new heads of this one's shape, one for each way a new one can start; none
+        where what it started from is not told by its config.
+
+        own: options that the config does not spell as they are given. Raises
+        pydantic.ValidationError for a head that could not be made anew.
+        """
+        if self.native:  # it came with its target, and needs no training
+            return []
+        known = {
+            name: getattr(self.config, name)
+            for name in self.Options.model_fields
+            if name in type(self.config).model_fields
+        } | own
+        init = self.Options.model_fields.get("init")
+        ways = [{"init": way} for way in get_args(init.annotation)] if init else [{}]
+        return [self.Options(**known, **way) for way in ways]
 
     def bind(self, readout: Readout) -> DraftHead:
         """Share the target's embedding and output layer."""

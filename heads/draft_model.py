@@ -135,6 +135,10 @@ class DraftModelHead(DraftHead):
         require_same(self._origin, target.tokenizer, where)
         self.config = self.config.model_copy(update={"target": TargetFacts.of(target)})
 
+    def starts(self, **own: Any) -> list[BaseModel]:
+        """Only layers of the target: a checkpoint that it may have started from is not known."""
+        return super().starts(model=None, layers=self.decoder.config.num_hidden_layers, **own)
+
     def bind(self, readout: Readout) -> DraftModelHead:
         """Tables may have more rows than there are tokens, each model as many as it likes."""
         if readout.usable != min(self.config.tokens, readout.vocab_size):
@@ -236,8 +240,8 @@ class DraftModelHead(DraftHead):
         readout, size = self.readout, self.config.draft_vocab_size
         with torch.no_grad():
             bias = None if readout.bias is None else readout.bias[:size]
-            teacher = fast_linear(last.to(readout.weight.dtype), readout.weight[:size], bias)
-            log_p = readout.cap(teacher).float().log_softmax(-1)
+            log_p = fast_linear(last.to(readout.weight.dtype), readout.weight[:size], bias)
+            log_p = readout.cap(log_p).float().log_softmax(-1)
         logits = self.logits(hidden, 0)
         log_q = logits.float().log_softmax(-1)
         if self.config.loss == "kl":

@@ -65,6 +65,7 @@ def total_in_parts(
             for place, value in enumerate(found[2:]):
                 if value is not None:
                     sums[place] = value if sums[place] is None else sums[place].add_(value)
+            del states, above, found, value  # the next part is not to find them still there
     gradients = [*(torch.cat(part) for part in zip(*to_own, strict=True)), *sums]
     inputs = [*own, *shared, *learnt]
     if loss.weight.requires_grad:

@@ -118,6 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight += fast_product(lower.t(), part.t())
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=exact)
+            log_q = target = grad = lower = None  # the next chunk is not to find them still there
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.types = weight.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(choice)

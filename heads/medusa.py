@@ -14,7 +14,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -27,7 +27,8 @@ from spectrain.core.fast_linear import Linear
 from spectrain.heads import scoring, vocab
 from spectrain.heads.base import DraftHead, HeadConfig, Objective, TargetFacts, Unrolled
 from spectrain.heads.linear_loss import linear_cross_entropy
-from spectrain.heads.work import Product, Shape, Work, row_loss_work
+from spectrain.heads.loss_work import row_loss_work
+from spectrain.heads.work import Product, Shape, Work
 
 
 class MedusaOptions(BaseModel):
@@ -161,7 +162,11 @@ class MedusaHead(DraftHead):
         if soft:
             rows = shape.anchors(0)
             teacher = Product("teacher", rows, config.target.hidden_size, size, 1)
-            result += Work((teacher,), scored=6 * rows * size, kept=1.3 * rows * size)
+            whole = rows * size
+            result += Work((teacher,), scored=6 * whole, kept=whole)
+            # Before anything else it is made: logits, their softmax and a copy with one row more.
+            first = 3 * whole - result.kept - result.early - result.laid
+            result = replace(result, moment=max(result.moment, first))
         return result
 
     def counts(self, batch: Batch) -> Tensor:

@@ -5,9 +5,10 @@ Row t of module k::
     embeds x[t+1+k]    hidden: what module k−1 said at row t; f[t] at k = 0
     sees rows ≤ t of its own module                        guesses x[t+2+k]
 
-f is the target's state after its final norm, and what a module hands on is its output before its
-own norm (`pass_on`). With `shared` one module takes all steps (mtp_recurrence.py); otherwise there
-are K of them (mtp_chain.py). Embedding and output layer are the target's.
+f is the target's state after its final norm, and what a module hands on is its output after its
+own norm, as engines do, or before it (`pass_on`). With `shared` one module takes all steps
+(mtp_recurrence.py); otherwise there are K of them (mtp_chain.py). Embedding and output layer are
+the target's.
 
 B batch, n rows, m nodes, K steps, H hidden, D draft vocabulary.
 """
@@ -48,10 +49,10 @@ class MtpSequentialOptions(MtpOptions):
     shared: bool = Field(
         False, description="one module takes all steps, fed with its own output, instead of K"
     )
-    pass_on: Literal["before_norm", "after_norm"] | None = Field(
-        None,
-        description="which state the next step reads; default: as the native layers were made, "
-        "otherwise before_norm",
+    pass_on: Literal["before_norm", "after_norm"] = Field(
+        "after_norm",
+        description="which state the next step reads: that before a module's own norm, or after it "
+        "(what engines and transformers do)",
     )
     native: bool = Field(
         False, description="start from the checkpoint's own MTP layers (as many as it has)"
@@ -122,13 +123,16 @@ class MtpSequentialHead(MtpHead):
             steps=steps,
             shared=shared,
             native=native.layout.name if native else None,
-            pass_on=options.pass_on or (native.layout.pass_on if native else "before_norm"),
+            pass_on=options.pass_on,
             loss=options.loss,
             lambda_first=options.lambda_first,
             lambda_then=options.lambda_then,
             lambda_switch=options.lambda_switch,
             **cls.sizes(options.draft_vocab_size, target),
         )
+
+    def starts(self, **own: Any) -> list[BaseModel]:
+        return super().starts(native=False, **own)
 
     @property
     def native(self) -> bool:

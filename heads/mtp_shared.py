@@ -19,8 +19,9 @@ from spectrain.core.readout import Readout
 from spectrain.heads import scoring, vocab
 from spectrain.heads.base import DraftHead, HeadConfig, Objective, TargetFacts
 from spectrain.heads.linear_loss import linear_cross_entropy
+from spectrain.heads.loss_work import row_loss_work
 from spectrain.heads.mtp_module import LayerKind
-from spectrain.heads.work import NORM, Shape, Work, row_loss_work
+from spectrain.heads.work import NORM, Shape, Work
 
 
 class MtpOptions(BaseModel):

@@ -24,7 +24,7 @@ from spectrain.heads.ttt_attention import Anchors
 # Logits of one chunk, in numbers, and the rows below which products are slow.
 CPU_CHUNK, GPU_CHUNK, FEWEST = 1 << 22, 1 << 26, 256
 
-_COLUMNS = 1 << 13  # of the output layer, whose gradient is added up at a time
+COLUMNS = 1 << 13  # of the output layer, whose gradient is added up at a time
 
 # Losses [K, C] (0 where nothing is taught), first choices [K, C], gradients of logits [K·C, D].
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -104,8 +104,8 @@ class UnrolledLoss:
         scale = (self.scale.to(self.exact)[:, None] * taught).view(-1, 1)
         if self.to_weight is not None:
             turned = (low * scale).to(low.dtype).t()
-            for start in range(0, len(self.to_weight), _COLUMNS):  # one product is as large as all
-                part = slice(start, start + _COLUMNS)
+            for start in range(0, len(self.to_weight), COLUMNS):  # one product is as large as all
+                part = slice(start, start + COLUMNS)
                 self.to_weight[part] += fast_product(slope[:, part].t(), turned)
         above = self._output.back(slope) * scale
         return above.to(states.dtype).view_as(states)

@@ -16,16 +16,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spectrain.core.fast_linear import Linear
-from spectrain.heads.linear_loss import CPU_CHUNK, GPU_CHUNK
+from spectrain.core.fast_linear import FEWEST_ROWS, Linear, preferred
 
 # Numbers read and written in a forward and its backward for each number of a tensor that passes
 # through: an RMS norm, a residual connection, a gated MLP's inside, a rotation by positions.
 NORM, RESIDUAL, GATE, TURN = 36, 5, 15, 25
 # A part's gradient of a weight is made, and added to what others left.
 GATHER = 4
-# For each logit of a row: its loss and gradient, taught by a distribution or by a token.
-SOFT, HARD = 18.5, 9
+# Both layouts of a weight are made, that of the transpose from a copy.
+LAY = 6
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class Shape:
 class Product:
     """rows × inputs → outputs by one weight, in `calls` pieces. passes: 1 forward alone, 2 with one
     gradient, 3 with those to the input and to the weight. plain: by torch's own product, not by
-    core/fast_linear.py."""
+    core/fast_linear.py. laid: the weight is laid out once for all calls, which is not counted."""
 
     part: str
     rows: float
@@ -106,6 +105,7 @@ class Product:
     passes: int = 3
     calls: float = 1.0
     plain: bool = False
+    laid: bool = False
 
     @property
     def flops(self) -> float:
@@ -144,6 +144,7 @@ class Work:
     kept: numbers held between forward and backward, beside parameters and the batch
     moment: numbers held beside them at the worst moment (logits, say)
     early: numbers of gradients that are made in the forward already
+    laid: of weights that are laid out for oneDNN at the worst moment, in float32 alone
     """
 
     products: tuple[Product | Attention, ...] = ()
@@ -153,6 +154,7 @@ class Work:
     kept: float = 0.0
     moment: float = 0.0
     early: float = 0.0
+    laid: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -163,6 +165,7 @@ class Work:
             self.kept + other.kept,
             max(self.moment, other.moment),
             self.early + other.early,
+            max(self.laid, other.laid),
         )
 
     def scaled(self, share: float) -> Work:
@@ -277,27 +280,7 @@ def trained(module: nn.Module) -> int:
     return sum(value.numel() for value in module.parameters() if value.requires_grad)
 
 
-def row_loss_work(
-    shape: Shape,
-    rows: Sequence[int],
-    hidden: int,
-    size: int,
-    *,
-    learns: bool,
-    soft: bool,
-    enters: bool = True,
-) -> Work:
-    """linear_loss.py over an output layer H → D, `rows` of each call. learns: the layer does; soft:
-    taught by distributions; enters: a gradient goes on to what the layer reads."""
-    chunk = min(CPU_CHUNK if shape.device == "cpu" else GPU_CHUNK, max(rows) * size)
-    total, weight = sum(rows), hidden * size * learns
-    calls = sum(max(1, -(-one * size // max(1, chunk))) for one in rows)
-    product = Product("vocabulary", total, hidden, size, 1 + enters + learns, calls)
-    return Work(
-        (product,),
-        scored=total * size * (SOFT if soft else HARD),
-        streamed=weight * (GATHER * calls + 2 * len(rows)),
-        kept=total * hidden * enters,
-        moment=max(chunk * (3 if soft else 2), chunk + weight),
-        early=weight * len(rows),
-    )
+def layout(shape: Shape, rows: float, weight: float) -> float:
+    """Numbers of one of oneDNN's layouts of a weight that meets so many rows in a product: 0 where
+    torch's own product is the better one (core/fast_linear.py)."""
+    return weight if shape.device == "cpu" and rows >= FEWEST_ROWS and preferred() else 0

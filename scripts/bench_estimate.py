@@ -8,13 +8,17 @@ runs in a process of its own.
 
     seconds    process seconds of a step (loss, gradient, clipping, update), the median; the
                estimate's products are measured by the same clock in the same process, before
-    memory     the most resident at once above what was resident before the step: parameters,
-               optimiser and batch; where freed blocks go back to the system at once
+    memory     the most resident at once in the second step above what was resident before it:
+               parameters, optimiser, batch, and what the first step has left behind. Blocks that
+               are freed go back to the system at once, so that none serve twice unseen
+    left       what the first step has left behind, in that memory not counted: kernels made for
+               its shapes, buffers of threads. No estimate tells it
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -96,7 +100,7 @@ def _options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def _child(kind: str, part: str) -> dict:
     """One part in a fresh process."""
-    given = {"MALLOC_MMAP_THRESHOLD_": "1000000"} if part == "memory" else {}
+    given = {"MALLOC_MMAP_THRESHOLD_": "65536"} if part == "memory" else {}
     command = [sys.executable, __file__, *sys.argv[1:], "--kind", kind, "--part", part]
     done = subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | given
@@ -208,14 +212,22 @@ def measure_memory(options: argparse.Namespace) -> dict[str, float]:
     trial = Trial(options)
     memory = estimate.memory_of(trial.told, [trial.step_told], trial.settings)
     trial.warm()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _status("VmRSS")
+    start = _resident()
     trial.step()
+    before = _resident()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     trial.step()
     return {
         "memory_mb": _status("VmHWM") - before,
         "memory_told_mb": max(memory.step, memory.gradients) / 1e6,
+        "left_mb": before - start,
     }
+
+
+def _resident() -> float:
+    """What this process holds in MB, without blocks that malloc keeps for later."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return _status("VmRSS")
 
 
 def _status(name: str) -> float:
@@ -235,7 +247,8 @@ def render(kind: str, row: dict) -> str:
     parts = ", ".join(f"{name} {value:.2f}" for name, value in row["parts"].items())
     return (
         f"{kind:<15} {row['seconds']:6.2f} s, told {row['seconds_told']:6.2f} ({times:+4.0%})   "
-        f"{row['memory_mb']:5.0f} MB, told {row['memory_told_mb']:5.0f} ({sizes:+4.0%})   [{parts}]"
+        f"{row['memory_mb']:5.0f} MB, told {row['memory_told_mb']:5.0f} ({sizes:+4.0%}), "
+        f"left {row['left_mb']:3.0f}   [{parts}]"
     )
 
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from spectrain.core.checkpoint import INDEX, SINGLE
 from spectrain.core.readout import Readout
 from spectrain.heads.base import TargetFacts
-from spectrain.heads.mtp_checkpoint import INDEX, SINGLE
 from spectrain.heads.mtp_module import LayerKind
 from spectrain.heads.mtp_native import Native
 from spectrain.heads.mtp_sequential import MtpSequentialConfig, MtpSequentialHead

@@ -26,7 +26,7 @@ ARCHITECTURES = {
 VARIANTS = {
     "parallel": ("mtp-parallel", {}),
     "chain": ("mtp-sequential", {}),
-    "chain after norm": ("mtp-sequential", {"pass_on": "after_norm"}),
+    "chain before norm": ("mtp-sequential", {"pass_on": "before_norm"}),
     "recurrent": ("mtp-sequential", {"shared": True}),
 }
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from counting import Counter
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -15,7 +17,7 @@ from spectrain.core import attention, fast_linear
 from spectrain.core.batch import Batch
 from spectrain.core.outline import UNREAD, NoTokenizer
 from spectrain.core.target import Target
-from spectrain.heads import eagle_work, ttt_attention
+from spectrain.heads import ttt_attention, work
 from spectrain.heads.base import DraftHead
 from spectrain.heads.registry import family
 
@@ -43,6 +45,8 @@ SIZES = {
     "long": ((128, 320, 4, 2, 32, 2000), (2, 384, 0.5)),
     "wide": ((192, 256, 8, 2, 16, 1200), (3, 128, 0.9)),
 }
+# More anchors than EAGLE-3 takes in one part, more logits than a chunk has.
+LARGE = {"parts": ((96, 256, 4, 2, 24, 6000), (2, 800, 0.9))}
 
 
 def target_of(sizes: tuple[int, ...], layers: int = 4) -> Target:
@@ -99,9 +103,29 @@ def counted() -> Any:
         return staticmethod(run)
 
     with pytest.MonkeyPatch.context() as patch:
-        for place in (fast_linear, eagle_work):
+        for place in (fast_linear, work):
             patch.setattr(place, "preferred", lambda: False)
         for name in ("forward", "backward"):
             patch.setattr(kind, name, products_alone(getattr(kind, name)))
         with counter:
+            yield counter
+
+
+@contextmanager
+def held(laid: bool) -> Any:
+    """A Counter of all tensors. laid: weights are laid out for oneDNN, whose layouts and copies
+    are hidden from a Counter: so plain tensors of their sizes stand in for them."""
+
+    def pack(right: Tensor) -> Tensor:
+        return right.detach().contiguous().clone()
+
+    def multiply(left: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(left.contiguous(), packed, bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for place in (fast_linear, work):
+            patch.setattr(place, "preferred", lambda: laid)
+        patch.setattr(fast_linear, "_pack", pack)
+        patch.setattr(fast_linear, "_multiply", multiply)
+        with Counter() as counter:
             yield counter

@@ -12,7 +12,12 @@ from spectrain.core.errors import SpectrainError
 
 _INSTEAD = "use --use_fsdp --fsdp_version 2, which spreads the target's layers"
 _OTHER_WAYS = {
-    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", f"{_INSTEAD} as ZeRO-3 does"),
+    # accelerate gives its engine one optimiser, and backward steps before the processes agree.
+    "ACCELERATE_USE_DEEPSPEED": (
+        "DeepSpeed",
+        f"{_INSTEAD} with their gradients and optimiser states as ZeRO-3 does; a head is whole in "
+        "every process",
+    ),
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", _INSTEAD),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("--use_parallelism_config", _INSTEAD),
 }

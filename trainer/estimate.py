@@ -175,6 +175,7 @@ def memory_of(
         for shape in one.shapes:
             work = work_of(head, shape)
             held = (work.kept + work.moment) * kept + work.early * 4
+            held += work.laid * 4 if settings.mixed_precision == "no" else 0
             step = max(step, int(held))
             batch = max(batch, shape.tokens * width * 4)
     own = bytes_of(head.parameters())

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 
-from spectrain.core.fast_linear import fast_linear
+from spectrain.core.fast_linear import Weight, fast_linear
 from spectrain.heads.layers import RMSNorm
 from spectrain.heads.linear_loss import CPU_CHUNK, GPU_CHUNK
 from spectrain.heads.ttt_attention import Anchors, ttt_attention
@@ -64,19 +64,25 @@ class Speeds:
             rows = _power(min(_ROWS, one.rows / one.calls))
             inputs = min(1 << 14, one.inputs)
             outputs = min(max(1, _WEIGHT // inputs), one.outputs)
-            return self._product(rows, inputs, outputs, one.passes, one.plain)
+            return self._product(rows, inputs, outputs, one.passes, one.plain, one.laid)
         sizes = one.heads, one.groups, one.key, one.value, min(_PLACES, max(16, one.length))
         return self._attention(*sizes, one.own, one.passes)
 
     # ── measurements, each a rate ────────────────────────────────────────────
 
     def _product(
-        self, rows: int, inputs: int, outputs: int, passes: int, plain: bool = False
+        self,
+        rows: int,
+        inputs: int,
+        outputs: int,
+        passes: int,
+        plain: bool = False,
+        laid: bool = False,
     ) -> float:
-        product = F.linear if plain else fast_linear
         x = torch.randn(rows, inputs, device=self.device, requires_grad=passes > 1)
         weight = torch.randn(outputs, inputs, device=self.device, requires_grad=passes > 2)
         above = torch.randn(rows, outputs, device=self.device)
+        product = F.linear if plain else partial(fast_linear, kept=Weight(weight) if laid else None)
 
         def run() -> None:
             with torch.set_grad_enabled(passes > 1), self._autocast():

@@ -213,7 +213,8 @@ def test_capped_logits_are_capped_in_the_loss(targets, loss):
             taught = target.logits(batch.last.flatten(0, 1)[rows])[:, :384].softmax(-1)
             taught = taught * (batch.argmax.flatten()[rows] < 384)[:, None]  # padding is not taught
         by_hand = -(taught * logits.log_softmax(-1)).sum()
-        torch.testing.assert_close(objective.loss[unrolled.step], by_hand)
+        # Some hundred float32 numbers, added up in another order.
+        torch.testing.assert_close(objective.loss[unrolled.step], by_hand, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_follow_the_published_schedule(tiny):

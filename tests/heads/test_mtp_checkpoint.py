@@ -10,9 +10,9 @@ import torch
 from mtp_checkpoints import native_head, save_checkpoint
 from safetensors.torch import load_file, save_file
 
+from spectrain.core.checkpoint import INDEX, SINGLE, Checkpoint
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
-from spectrain.heads.mtp_checkpoint import INDEX, SINGLE, Checkpoint
 from spectrain.heads.mtp_native import Native
 
 

@@ -43,7 +43,7 @@ def test_both_faces_agree_for_every_kind_of_layer(targets, architecture, variant
     require_both_faces(target, head, 3, random_rows(torch.Generator().manual_seed(1)))
 
 
-@pytest.mark.parametrize("variant", ["chain", "chain after norm", "recurrent"])
+@pytest.mark.parametrize("variant", ["chain", "chain before norm", "recurrent"])
 @torch.no_grad()
 def test_deep_and_wide_trees_draft_like_single_chains(tiny, variant):
     """Three levels of three nodes over unequal rows, one of them shorter than the tree is deep, and

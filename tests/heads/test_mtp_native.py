@@ -94,8 +94,8 @@ def slow_deepseek(get, embedding, hidden):
 
 
 SLOW = {
-    "deepseek_v3": (slow_deepseek, f"model.layers.{LAYERS}+", "shared_head.norm.weight", False),
-    "qwen2": (slow_mimo, "model.mtp_layers.0+", "final_layernorm.weight", True),
+    "deepseek_v3": (slow_deepseek, f"model.layers.{LAYERS}+", "shared_head.norm.weight"),
+    "qwen2": (slow_mimo, "model.mtp_layers.0+", "final_layernorm.weight"),
 }
 
 
@@ -103,10 +103,9 @@ SLOW = {
 @torch.no_grad()
 def test_modules_say_what_the_raw_tensors_say(checkpoints, kind):
     target, _, tensors = checkpoints(kind)
-    slow, start, final, normed = SLOW[kind]
+    slow, start, final = SLOW[kind]
     head = native_head(target)
     assert head.config.steps == 2
-    assert head.config.pass_on == ("after_norm" if normed else "before_norm")
     tokens = torch.randint(3, 380, (1, 14), generator=torch.Generator().manual_seed(2))
     batch = make_batch(target, head, tokens, torch.ones_like(tokens))
     taught = {u.step: head.logits(u.hidden, u.step) for u in head.unroll(batch, 2)}
@@ -120,12 +119,10 @@ def test_modules_say_what_the_raw_tensors_say(checkpoints, kind):
             return tensors[f"{base}.{first + step}.{name}"].float()
 
         embedding = target.readout.embed(tokens[0, 1 + step :])
-        hidden = slow(get, embedding, hidden[:rows])
-        out = rms(hidden, get(final))
-        expected = target.readout.logits(out)[:, :384]
+        hidden = rms(slow(get, embedding, hidden[:rows]), get(final))
+        expected = target.readout.logits(hidden)[:, :384]
         counted = 12 - step
         torch.testing.assert_close(taught[step][:counted], expected[:counted], atol=1e-4, rtol=1e-4)
-        hidden = out if normed else hidden
 
 
 @pytest.mark.skipif(
@@ -139,7 +136,7 @@ def test_transformers_own_runner_says_the_same(checkpoints):
     # The class knows the number of the released model's MTP layer, 61.
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.[{LAYERS}{LAYERS + 1}]\."]
     theirs = transformers.modeling_layers.MtpModel.from_pretrained(model).float().eval()
-    head = native_head(target, pass_on="after_norm")
+    head = native_head(target)
     tokens = torch.randint(3, 380, (1, 14), generator=torch.Generator().manual_seed(3))
     batch = make_batch(target, head, tokens, torch.ones_like(tokens))
     hidden = batch.last

@@ -9,10 +9,10 @@ from mtp_checkpoints import CONFIGS, load_all, native_head, qwen3_next_head, sav
 from preparing import PROMPTS, write
 from tiny_models import make_batch, random_rows
 
+from spectrain.core.checkpoint import SINGLE, Checkpoint
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
 from spectrain.heads.io import load_head, save_head
-from spectrain.heads.mtp_checkpoint import SINGLE, Checkpoint
 from spectrain.heads.mtp_native import put_back
 from spectrain.recipes import prepare, train
 

@@ -27,7 +27,7 @@ def test_the_layer_starts_in_the_residual_stream(tiny, variant):
     parts = list(head.heads if variant == "parallel" else head.chain)
     sizes = streams[0].pow(2).mean(-1, keepdim=True).sqrt()
     for index, part in enumerate(parts):
-        normed = variant in ("parallel", "chain after norm") or index == 0
+        normed = variant != "chain before norm" or index == 0
         got = part.hnorm(last if normed else streams[0])
         assert 0.7 < got.pow(2).mean().sqrt() / sizes.mean() < 1.4
         got = got / got.pow(2).mean(-1, keepdim=True).sqrt()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from work_kinds import KINDS, batch_of, counted, head_of, target_of
 
+from spectrain.core import fast_linear
 from spectrain.core.outline import outline_of
+from spectrain.heads import work as works
 from spectrain.heads.registry import family
 from spectrain.heads.work import Attention, Product, Shape, Work, trained
-from spectrain.trainer import estimate, optim, order
+from spectrain.trainer import estimate, optim, order, speeds
 from spectrain.trainer.ema import Ema
 from spectrain.trainer.optim import head_tables
 from spectrain.trainer.settings import TrainerSettings
@@ -55,8 +58,8 @@ def test_a_trunk_takes_what_is_told(name):
     joint.zero_grad(set_to_none=True)
     with counted() as counter:
         joint(batch, scale).total.backward()
-    shape = Shape.of_reply(batch.reply)
-    work = told.resting_work(shape) if resting else told.work(shape)
+        shape = Shape.of_reply(batch.reply)
+        work = told.resting_work(shape) if resting else told.work(shape)
     scores = sum(w.flops for w in work.products if isinstance(w, Attention) and w.passes == 3) / 6
     flops = sum(work.flops.values()) + scores
     assert counter.flops == pytest.approx(flops, rel=1e-9 if name in ("full", "on text") else 0.03)
@@ -160,6 +163,26 @@ def test_a_shortage_is_told_in_one_line(monkeypatch):
     assert "\n" not in told
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_layouts_are_held_in_float32_alone(monkeypatch, precision):
+    """Products of short numbers are torch's own (core/fast_linear.py): nothing is laid out."""
+    head = head_of(target_of(SIZES), "eagle3")
+    settings = TrainerSettings(mixed_precision=precision)
+    steps = estimate.steps_of([(256, 128)] * 8, settings, 1, "cpu")
+    found = {}
+    for laid in (True, False):
+        monkeypatch.setattr(works, "preferred", lambda laid=laid: laid)
+        shape = steps[0].shapes[0]
+        one = head.work(shape)
+        rest = one.kept + one.moment
+        found[laid] = estimate.memory_of(head, steps, settings).step, one.laid, rest
+    (more, layouts, rest), (less, none, other) = found[True], found[False]
+    assert none == 0 < layouts
+    size = {"no": 4, "bf16": 3}[precision]
+    held = 4 * layouts if precision == "no" else 0
+    assert more - less == pytest.approx(held + size * (rest - other))
+
+
 # ── time ─────────────────────────────────────────────────────────────────────
 
 
@@ -176,6 +199,24 @@ def test_seconds_follow_the_work():
     assert speeds.seconds(two) == pytest.approx(2 * speeds.seconds(one))
     assert next(ticks) == used + 1, "nothing was measured again"
     assert speeds._product(32, 16, 8, 3) == Product("a", 32, 16, 8).flops
+
+
+def test_a_weight_that_is_laid_out_once_is_measured_so(monkeypatch):
+    """What many calls share is made once, before the measurement; what each call makes is a part
+    of it, for the way there and for the way back."""
+    made = []
+    for name, stand_in in {
+        "preferred": lambda: True,
+        "_pack": lambda right: made.append(right) or right,
+        "_multiply": lambda left, packed, bias=None: F.linear(left, packed, bias),
+    }.items():
+        monkeypatch.setattr(fast_linear, name, stand_in)
+    found = {}
+    for laid in (True, False):
+        made.clear()
+        Speeds("cpu").seconds(Work((Product("a", 128, 16, 8, passes=2, laid=laid),)))
+        found[laid] = len(made)
+    assert found == {True: 2, False: 2 * (1 + speeds._TIMES)}
 
 
 def test_every_kind_of_product_is_measured():
