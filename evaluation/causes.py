@@ -1,0 +1,113 @@
+"""Common mistakes, undone one at a time: what a head is fed, changed; does it guess then?
+
+Nothing here knows a layout or a family: the inputs of the training face are changed, the question
+(`Batch.reply`, `Batch.argmax`) stays.
+
+B batch, T length, H hidden, A auxiliary layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+import torch
+from torch import Tensor
+
+from spectrain.core.batch import Batch
+from spectrain.core.target import Target
+from spectrain.data.online import read
+from spectrain.heads.base import DraftHead
+
+_ALL_ORDERS = 3  # up to so many auxiliary states every order is tried
+
+
+@dataclass(frozen=True)
+class Cause:
+    """name: what is changed · fix: how that is mended for good · batch: the changed inputs"""
+
+    name: str
+    fix: str
+    batch: Batch
+
+
+def causes(target: Target, head: DraftHead, batch: Batch) -> Iterator[Cause]:
+    """Changes of the inputs that make a difference to this kind of head."""
+    if head.needs.aux_layers:
+        yield from _layers(target, head.needs.aux_layers, batch)
+        yield from _orders(len(head.needs.aux_layers), batch)
+    else:
+        yield from _last(target, batch)
+    yield from _tokens(batch)
+
+
+def _layers(target: Target, layers: tuple[int, ...], batch: Batch) -> Iterator[Cause]:
+    shifted = {
+        "auxiliary layers one lower": tuple(layer - 1 for layer in layers),
+        "auxiliary layers one higher": tuple(layer + 1 for layer in layers),
+    }
+    if target.num_layers > 2:
+        shifted["the usual auxiliary layers"] = target.default_aux_layers()
+    why = {
+        "auxiliary layers one lower": ": the config counts layer inputs, or from 1",
+        "auxiliary layers one higher": ": the config was taken for one of layer inputs",
+    }
+    for name, chosen in shifted.items():
+        inside = all(0 <= layer < target.num_layers for layer in chosen)
+        if inside and len(chosen) == len(layers) and chosen != layers:
+            told = ", ".join(map(str, chosen))
+            fix = f"the head reads the outputs of layers {told}, from 0{why.get(name, '')}"
+            yield Cause(name, fix, replace(batch, aux=read(target, batch, chosen).aux))
+
+
+def _orders(count: int, batch: Batch) -> Iterator[Cause]:
+    usual = tuple(range(count))
+    orders = permutations(usual) if count <= _ALL_ORDERS else [usual[::-1]]
+    parts = batch.aux.unflatten(-1, (count, -1))
+    for order in orders:
+        if order != usual:
+            told = ", ".join(str(place + 1) for place in order)
+            yield Cause(
+                f"auxiliary states in the order {told}",
+                "bring the parts of fc into the order low, middle, high",
+                replace(batch, aux=parts[:, :, list(order)].flatten(-2)),
+            )
+
+
+@torch.no_grad()
+def _last(target: Target, batch: Batch) -> Iterator[Cause]:
+    norm = getattr(target.decoder, "norm", None)
+    if norm is None:
+        return
+    fix = "train the head on the state after the target's final norm, normed once"
+    yield Cause(
+        "last state without the final norm",
+        fix,
+        replace(batch, last=_unnormed(target, norm, batch)),
+    )
+    yield Cause("last state normed twice", fix, replace(batch, last=norm(batch.last)))
+
+
+def _unnormed(target: Target, norm: torch.nn.Module, batch: Batch) -> Tensor:
+    seen: list[Tensor] = []
+    hook = norm.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+    try:
+        target.forward(batch.tokens)
+    finally:
+        hook.remove()
+    return seen[-1]
+
+
+def _tokens(batch: Batch) -> Iterator[Cause]:
+    """What is asked for stays in place, so that rolled rows shift what is fed beside each state."""
+    yield Cause(
+        "fed x[t] in the place of x[t+1]",
+        "train the head with the token behind each state, not the state's own",
+        replace(batch, tokens=batch.tokens.roll(1, dims=1)),
+    )
+    yield Cause(
+        "fed x[t+2] in the place of x[t+1]",
+        "it was trained with the token that it has to guess; train it with the one before",
+        replace(batch, tokens=batch.tokens.roll(-1, dims=1)),
+    )

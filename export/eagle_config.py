@@ -1,0 +1,267 @@
+"""What the files of all EAGLE heads share: sizes and flags of the config, names, embeddings.
+
+The layer is Llama's in every engine, so the config is Llama's whatever the target is. Keys of other
+engines do no harm and are not written: SGLang, for one, takes `bias` for that of the attention.
+
+H hidden, I MLP width, A query heads, G kv heads, d head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from spectrain.core.target import Target
+from spectrain.export import rope
+from spectrain.export.found import Found
+from spectrain.export.layout import Finding
+from spectrain.heads.base import DraftHead
+from spectrain.heads.registry import FAMILIES
+
+EMBEDDING = "embed_tokens.weight"
+_FLOATS = {"F32", "BF16", "F16"}
+_WHOLE = {"full_attention"}  # kinds of layers that our heads have
+_ROWS = 8192  # of an embedding that are compared at a time
+
+# What else a config may ask for, and the only value that our heads compute.
+FLAGS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "qkv_bias": False,
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "norm_output": False,
+    "fc_norm": False,
+    "use_aux_norm": False,
+    "logit_scale": 1.0,
+    "partial_rotary_factor": 1.0,
+    "rope_is_neox_style": True,
+    "quantization_config": None,
+    "compression_config": None,
+}
+_FAR = 20.0  # times the target's rms_norm_eps; 1e-5 beside 1e-6 is met in good heads
+
+
+# ── reading ──────────────────────────────────────────────────────────────────
+
+
+def foreign(found: Found) -> bool:
+    """Whether the config says that this is another layout, whatever the tensors are called."""
+    marks = {"speculators_model_type", "speculators_config", "transformer_layer_config"}
+    return found.config.get("family") in FAMILIES or bool(marks & found.config.keys())
+
+
+def renamed(found: Found, rename: Callable[[str], str]) -> Found:
+    """The same tensors under other names; one whose new name is taken keeps its own, and is then
+    unknown to every layout."""
+    names = {name: name for name in found.shapes if rename(name) == name}
+    for old in sorted(found.shapes.keys() - names.keys()):
+        names[old if rename(old) in names else rename(old)] = old
+    return replace(
+        found,
+        shapes={new: found.shapes[old] for new, old in names.items()},
+        dtypes={new: found.dtypes[old] for new, old in names.items()},
+        _read=lambda name: found.read(names[name]),
+        _edits={},
+    )
+
+
+def read_sizes(config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[Finding]]:
+    """Fields of an `EagleConfig` but the rotary ones and V; None beside findings that fail."""
+    problems: list[Finding] = []
+
+    def number(name: str, default: int | None = None) -> int:
+        value = config.get(name)
+        value = default if value is None else value
+        if type(value) is int and value > 0:
+            return value
+        text = "is missing" if value is None else f"is {reprlib.repr(value)}, not a size"
+        problems.append(Finding("config", "fail", f"{name} {text}", "complete config.json"))
+        return 1
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": number("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": number("num_key_value_heads", heads),
+        "head_dim": number("head_dim", max(1, hidden // heads)),
+        "max_position_embeddings": number("max_position_embeddings", 2048),
+        "vocab_size": number("vocab_size"),
+        "num_hidden_layers": number("num_hidden_layers"),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+    }
+    eps = sizes["rms_norm_eps"]
+    if type(eps) not in (int, float) or not 0 <= eps < 1:
+        problems.append(Finding("config", "fail", f"rms_norm_eps is {reprlib.repr(eps)}"))
+    if heads % sizes["num_key_value_heads"] or sizes["head_dim"] % 2:
+        text = "query heads are no multiple of kv heads, or the head size is odd"
+        problems.append(Finding("config", "fail", text, "correct the sizes in config.json"))
+    return (None if problems else sizes), problems
+
+
+def flag_findings(config: Mapping[str, Any], flags: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether the head is of the kind that our heads are: one finding for each key that is not."""
+    wrong = False
+    for name, ours in flags.items():
+        value = config.get(name)
+        if value is not None and value != ours:
+            wrong = True
+            text = f"{name} is {reprlib.repr(value)}: no head here computes that"
+            yield Finding("config", "fail", text, f"only {name}={ours!r} can be read")
+    if not wrong:
+        yield Finding("config", "ok", "norms, biases and activation as our heads have them")
+
+
+def differences(
+    config: Mapping[str, Any], sizes: Mapping[str, Any], target: Target
+) -> Iterator[Finding]:
+    """Where the layer sees less of a text than our heads do, or another target's numbers."""
+    kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or set(map(str, kinds)) != _WHOLE):
+        text = f"layer_types is {reprlib.repr(kinds)}: heads here attend to the whole text"
+        yield Finding("config", "fail", text)
+    window = config.get("sliding_window")
+    if window is not None and config.get("use_sliding_window") is not False:
+        text = f"sliding_window is {reprlib.repr(window)}: heads here attend to the whole text"
+        yield Finding("config", "warn", text, "set use_sliding_window to false if it has none")
+    longest = sizes["max_position_embeddings"]
+    if longest < target.max_length:
+        text = f"positions end at {longest}, those of the target at {target.max_length}"
+        yield Finding("config", "warn", text, "set max_position_embeddings to the target's")
+    eps, theirs = sizes["rms_norm_eps"], getattr(target.config, "rms_norm_eps", None)
+    if theirs and not theirs / _FAR < eps < theirs * _FAR:
+        text = f"rms_norm_eps is {eps:g}, that of the target {theirs:g}"
+        yield Finding("config", "warn", text, "check that it is the one that the head had")
+
+
+def type_findings(found: Found, integers: Mapping[str, set[str]]) -> Iterator[Finding]:
+    """Whether tensors are stored in types that can be read; integers: name → types of those that
+    are no weights."""
+    kinds = set()
+    for name, kind in sorted(found.dtypes.items()):
+        allowed = integers.get(name, _FLOATS)
+        if kind not in allowed:
+            text = f"{name} is stored as {kind}, expected {' or '.join(sorted(allowed))}"
+            yield Finding("types", "fail", text, "dequantise the head, or export it again")
+        elif allowed is _FLOATS:
+            kinds.add(kind)
+    if len(kinds) > 1:
+        yield Finding("types", "note", f"weights of mixed types: {', '.join(sorted(kinds))}")
+
+
+def unreadable(findings: Iterable[Finding]) -> bool:
+    """Whether the sizes, names or types are wrong, so that no tensor can be looked into."""
+    wrong = {"config", "target", "tensors", "types"}
+    return any(one.verdict == "fail" and one.check in wrong for one in findings)
+
+
+def layer_shapes(sizes: Mapping[str, Any], prefix: str, width: int) -> dict[str, tuple[int, ...]]:
+    """Name → shape of a layer whose q/k/v read `width` numbers, without its input norms."""
+    hidden, wide, head = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    queries, keys = sizes["num_attention_heads"] * head, sizes["num_key_value_heads"] * head
+    shapes = {
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (wide, hidden),
+        "mlp.up_proj": (wide, hidden),
+        "mlp.down_proj": (hidden, wide),
+        "post_attention_layernorm": (hidden,),
+    }
+    return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+
+
+def embedding_is_targets(found: Found, target: Target) -> bool:
+    """Whether the file's embedding is the target's, up to the rounding of the coarser type."""
+    own, table = found.read(EMBEDDING), target.readout.embedding.weight
+    if own.shape != table.shape:
+        return False
+    for start in range(0, len(own), _ROWS):
+        left, right = own[start : start + _ROWS], table[start : start + _ROWS].detach().cpu()
+        equal = torch.equal(left, right.to(left.dtype))
+        if not equal and not torch.equal(right, left.to(right.dtype)):
+            return False
+    return True
+
+
+def rope_suspect(found: Found, sizes: Mapping[str, Any], target: Target) -> dict[str, Any] | None:
+    """Config keys that give the head the target's rotary positions; None where it has them."""
+    try:
+        own = rope.rope_parameters(target.config)
+        size, most = sizes["head_dim"], sizes["max_position_embeddings"]
+        if rope.same(
+            rope.effective(rope.spellings(found.config)[0], size, most),
+            rope.effective(own, size, most),
+        ):
+            return None
+    except Exception:  # as in rope.findings
+        return None
+    return rope.keys(own)
+
+
+# ── writing ──────────────────────────────────────────────────────────────────
+
+
+def written(head: DraftHead, architecture: str, layers: int) -> dict[str, Any]:
+    """The config of a head, as all engines read it."""
+    config = head.config
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "vocab_size",
+    )
+    kind = next(p.dtype for p in head.parameters())
+    apart = config.hidden_size != config.target.hidden_size
+    return {
+        "architectures": [architecture],
+        "model_type": "llama",
+        **{name: getattr(config, name) for name in names},
+        **({"target_hidden_size": config.target.hidden_size} if apart else {}),
+        "num_hidden_layers": layers,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        **rope.keys(config.rope_parameters),
+        "torch_dtype": str(kind).removeprefix("torch."),
+    }
+
+
+def safeai_refusals(head: DraftHead) -> list[str]:
+    """What SafeAILab's own layer has no words for."""
+    config, rotary = head.config, head.config.rope_parameters
+    refused = []
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        refused.append(
+            f"SafeAILab's layer knows no head_dim: its {config.num_attention_heads} heads of "
+            f"{config.head_dim} would have to fill {config.hidden_size}"
+        )
+    known = {"rope_theta", "rope_type", "factor"}
+    linear = rotary["rope_type"] == "linear" and rotary["rope_theta"] == 10000
+    if rotary["rope_type"] != "default" and not (
+        linear and rotary.keys() <= known and rotary["factor"] > 1
+    ):
+        refused.append(
+            f"SafeAILab's layer knows plain rotary positions and linear ones of base 10000, not "
+            f"{rotary['rope_type']} of base {rotary['rope_theta']:g}"
+        )
+    return refused
+
+
+def safeai_rope(rotary: Mapping[str, Any]) -> dict[str, Any]:
+    """The scaling in the two keys that SafeAILab's config insists on."""
+    if rotary["rope_type"] == "default":
+        return {}
+    return {"rope_scaling": {"type": "linear", "factor": float(rotary["factor"])}}

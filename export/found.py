@@ -1,0 +1,95 @@
+"""What lies in a folder that is said to be a head: read without trusting a byte of it.
+
+Nothing but headers is read before a tensor is asked for, and no code of a checkpoint is ever run
+(core/checkpoint.py says what is refused).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from spectrain.core.checkpoint import PICKLED, Checkpoint
+from spectrain.core.errors import SpectrainError
+from spectrain.core.files import disk_errors, read_json
+from spectrain.core.models import snapshot
+from spectrain.heads.io import LONGEST_CONFIG, find_head
+
+_FIX = "give the folder of a head, a file of its weights, or a hub id OWNER/NAME"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder's config and tensors.
+
+    path: the folder, or the file where one was asked for · files: those that hold the tensors
+    config: what config.json says, {} where there is none · shapes: tensor name → shape
+    dtypes: tensor name → type, as safetensors spells it ("F32", "BF16", "I64", "BOOL")
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
+    _read: Callable[[str], Tensor]
+    _edits: Mapping[str, Tensor] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
+
+    @classmethod
+    def open(cls, path: Path | str) -> Found:
+        """A folder (of a head, or of the run that trained one), a file of weights, or a hub id.
+
+        Raises SpectrainError for what holds no checkpoint, or a damaged one.
+        """
+        path = _located(path)
+        checkpoint = Checkpoint(path)
+        config = _config(path if path.is_dir() else path.parent)
+        entries = checkpoint.entries
+        return cls(
+            path,
+            config,
+            {name: entry.shape for name, entry in entries.items()},
+            {name: entry.dtype for name, entry in entries.items()},
+            checkpoint.read,
+            files=tuple(checkpoint.files),
+        )
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in the type it is stored in."""
+        return self._edits[name] if name in self._edits else self._read(name)
+
+    def edited(
+        self, config: Mapping[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None
+    ) -> Found:
+        """The same with some keys of the config and some tensors (of the same shape) replaced."""
+        return replace(
+            self,
+            config={**self.config, **(config or {})},
+            _edits={**self._edits, **(tensors or {})},
+        )
+
+
+def _located(name: Path | str) -> Path:
+    """Where it lies here; what is nowhere here and is written like a hub id is fetched."""
+    path = Path(name).expanduser()
+    with disk_errors(path):
+        if path.exists():
+            return find_head(path)
+    text = str(name)
+    if text.count("/") != 1 or text.startswith((".", "/", "~")) or not text.isprintable():
+        raise SpectrainError("no such folder or file", where=text, fix=_FIX)
+    return snapshot(text, text, _FIX, endings=PICKLED)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    config = read_json(file, LONGEST_CONFIG)
+    if not isinstance(config, dict):
+        raise SpectrainError("not a JSON object", where=str(file))
+    return config

@@ -1,0 +1,246 @@
+"""Checks of a head that was built, whatever its layout: what it guesses, reads and has learnt.
+
+D draft vocabulary, H hidden size, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spectrain.core.errors import SpectrainError
+from spectrain.core.target import Target
+from spectrain.export.layout import Finding
+from spectrain.export.stored import names_of
+from spectrain.export.untouched import never_trained, untouched
+from spectrain.heads.base import DraftHead
+from spectrain.heads.eagle3_init import rope_parameters
+from spectrain.heads.layers import RMSNorm, Rotary
+
+_ROWS_FIX = "bring lm_head and the draft vocabulary into one order, by ascending token"
+_ROWS = 256  # rows of an output layer that are compared with the target's
+_ALIKE = 0.6  # cosine from which a row is taken for a copy of a target's row that was trained on
+_IGNORED = 1e-2  # a part of fc this small beside its largest hardly reads its layer
+
+
+@torch.no_grad()
+def findings(head: DraftHead, target: Target) -> Iterator[Finding]:
+    """Of a head bound to `target`: what it guesses, reads and has learnt."""
+    yield _stops(head, target)
+    yield from _layers(head, target)
+    yield from _rope(head, target)
+    yield from _outputs(head, target)
+    yield from _norms(head)
+    yield from _learnt(head, target)
+
+
+def _stops(head: DraftHead, target: Target) -> Finding:
+    wanted = sorted({*target.stop_ids, *target.tokenizer.all_special_ids})
+    ids = torch.tensor([i for i in wanted if i < target.readout.usable], device=target.device)
+    lacking = ids[~head.guessable(ids)].tolist()
+    size = f"{head.config.draft_vocab_size:,} tokens"
+    if not lacking:
+        return Finding("draft vocabulary", "ok", f"stop and special tokens are in it ({size})")
+    names = names_of([repr(target.tokenizer.convert_ids_to_tokens(i)) for i in lacking])
+    if any(i in target.stop_ids for i in lacking):
+        text = f"the draft vocabulary ({size}) lacks {names}: a reply's end is never drafted"
+    else:
+        text = f"the draft vocabulary ({size}) lacks the special {names}"
+    return Finding(
+        "draft vocabulary", "warn", text, "train with a draft vocabulary that holds them"
+    )
+
+
+def _layers(head: DraftHead, target: Target) -> Iterator[Finding]:
+    layers = head.needs.aux_layers
+    if not layers:
+        return
+    told = f"reads the outputs of layers {_list(layers)} of 0 … {target.num_layers - 1}"
+    if not can_be_fed(head, target):
+        yield Finding("auxiliary layers", "fail", f"{told}: there is no such layer")
+        return
+    usual = target.default_aux_layers() if target.num_layers > 2 else layers
+    also = "the usual ones" if layers == usual else f"usual are {_list(usual)}"
+    yield Finding("auxiliary layers", "ok", f"{told}; {also}")
+
+
+def can_be_fed(head: DraftHead, target: Target) -> bool:
+    """Whether the target has the layers that the head reads."""
+    return all(0 <= layer < target.num_layers for layer in head.needs.aux_layers)
+
+
+def target_rotary(head: DraftHead, target: Target) -> dict[str, Rotary]:
+    """Rotary positions as the target has them, for each place in the head that has others."""
+    try:
+        parameters = rope_parameters(target.config)
+    except SpectrainError:  # a target that no such head can be made for
+        return {}
+    found = {}
+    for name, own in head.named_modules():
+        if isinstance(own, Rotary):
+            size = 2 * (len(_turns(own)) - 1)
+            theirs = Rotary(size, target.config.max_position_embeddings, parameters)
+            if not torch.allclose(_turns(own), _turns(theirs.to(target.device)), rtol=1e-4, atol=0):
+                found[name] = theirs
+    return found
+
+
+def _turns(rotary: Rotary) -> Tensor:
+    """Angles by which the pairs turn from one position to the next, then the scale: [d/2 + 1]."""
+    device = next(rotary.buffers()).device
+    cos, sin = (part[0] for part in rotary(torch.ones(1, device=device), torch.float32))
+    half = len(cos) // 2
+    scale = (cos[:1] ** 2 + sin[:1] ** 2).sqrt()
+    return torch.cat([torch.atan2(sin[:half], cos[:half]), scale])
+
+
+def _rope(head: DraftHead, target: Target) -> Iterator[Finding]:
+    own = {name: one for name, one in head.named_modules() if isinstance(one, Rotary)}
+    other = target_rotary(head, target)
+    if other:
+        name, theirs = next(iter(other.items()))
+        slowest = [_turns(one)[:-1].min().item() for one in (own[name], theirs)]
+        text = (
+            "positions turn by other angles than the target's: slowest pair {:.3g} radians a "
+            "position, the target's {:.3g}".format(*slowest)
+        )
+        yield Finding("rope", "warn", text, "check rope_theta and the rope scaling of the config")
+    elif own:
+        turns = _turns(next(iter(own.values())))
+        text = f"angles are the target's, {turns[0]:.3g} … {turns[-2]:.3g} radians a position"
+        yield Finding("rope", "ok", text)
+
+
+def _output_layers(head: DraftHead) -> dict[str, nn.Linear]:
+    """Layers of the head's own whose rows are the tokens that it guesses."""
+    size = head.config.draft_vocab_size
+    named = head.named_modules()
+    return {n: m for n, m in named if isinstance(m, nn.Linear) and m.out_features == size}
+
+
+def _outputs(head: DraftHead, target: Target) -> Iterator[Finding]:
+    layers, size = _output_layers(head), head.config.draft_vocab_size
+    if not layers:
+        return
+    theirs = target.readout.weight[head.draft_ids]
+    expected = _repeated(theirs)  # tokens that were never seen share a row in many targets
+    problems = []
+    for name, layer in layers.items():
+        repeated, moved = _repeated(layer.weight) - expected, _moved(layer.weight, theirs)
+        if repeated > 0:
+            text = f"{name}: {repeated:,} of {size:,} rows are constant or repeat another row"
+            problems.append(Finding("output rows", "warn", text, "look where it was converted"))
+        if moved:
+            text = f"{name}: {moved:.0%} of the rows are those of other tokens than the map says"
+            problems.append(Finding("output rows", "fail", text, _ROWS_FIX))
+    yield from problems
+    if not problems:
+        yield Finding("output rows", "ok", f"{names_of(list(layers))}: rows differ, none is moved")
+
+
+def _repeated(weight: Tensor) -> int:
+    """Rows of [D, H] that are constant, or the same as an earlier one."""
+    probe = torch.rand(weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    # Row by row, so that equal rows give equal sums; in float64, so that no others do.
+    parts = weight.split(4096)
+    sums = torch.cat([(part.double() * probe.double()).sum(-1) for part in parts])
+    constant = torch.cat([part.amax(-1) == part.amin(-1) for part in parts])
+    return int(constant.sum()) + int((~constant).sum()) - len(sums[~constant].unique())
+
+
+def _moved(weight: Tensor, theirs: Tensor) -> float:
+    """Share of the rows of [D, H] that resemble another row of the target's than their own; 0 where
+    most resemble none, or are no majority."""
+    if weight.shape != theirs.shape:
+        return 0.0
+    rows = torch.arange(0, len(weight), max(1, len(weight) // _ROWS), device=weight.device)
+    like = _likeness(weight[rows], theirs)
+    best, own = like.amax(-1), like.gather(1, rows[:, None]).squeeze(1)
+    known = best > _ALIKE
+    share = ((best - own)[known] > 0.1).float().mean().item() if known.any() else 0.0
+    return share if share > 0.5 and known.float().mean() > 0.5 else 0.0
+
+
+def _likeness(rows: Tensor, theirs: Tensor) -> Tensor:
+    """Cosines of rows [n, H] and [D, H]: [n, D]"""
+    return F.normalize(rows.float(), dim=-1) @ F.normalize(theirs.float(), dim=-1).T
+
+
+@torch.no_grad()
+def mends(
+    head: DraftHead, target: Target
+) -> Iterator[tuple[str, str, Callable[[DraftHead], None]]]:
+    """What can be mended in a head like this one: name, fix, and what to do with another copy."""
+    rotary = target_rotary(head, target)
+    if rotary:
+
+        def turn(other: DraftHead) -> None:
+            for name, theirs in rotary.items():
+                other.set_submodule(name, theirs.to(target.device))
+
+        yield "rotary positions of the target", "mend rope_theta or the rope scaling", turn
+    theirs = target.readout.weight[head.draft_ids]
+    moved = [n for n, one in _output_layers(head).items() if _moved(one.weight, theirs)]
+    if moved:
+
+        @torch.no_grad()
+        def sort(other: DraftHead) -> None:
+            for name in moved:
+                weight = other.get_submodule(name).weight
+                parts = [_likeness(part, theirs).argmax(-1) for part in weight.split(_ROWS)]
+                weight[torch.cat(parts)] = weight.clone()
+
+        yield "output rows in the order of the target's", _ROWS_FIX, sort
+
+
+def _norms(head: DraftHead) -> Iterator[Finding]:
+    norms = {n: one.weight for n, one in head.named_modules() if isinstance(one, RMSNorm)}
+    zero = [name for name, weight in norms.items() if not weight.any()]
+    ones = [name for name, weight in norms.items() if bool((weight == 1).all())]
+    if zero:
+        text = f"all zeros, so that nothing passes: {names_of(zero)}"
+        yield Finding("norms", "fail", text, "the weight was lost; convert the head again")
+    if ones:
+        text = f"all ones, as where no weight was ever loaded: {names_of(ones)}"
+        yield Finding("norms", "warn", text, "see that the weight was not lost in a conversion")
+    if norms and not zero and not ones:
+        yield Finding("norms", "ok", f"{len(norms)}, neither all zeros nor all ones")
+
+
+def _learnt(head: DraftHead, target: Target) -> Iterator[Finding]:
+    if never_trained(head, target):
+        yield Finding("trained", "fail", "every weight is that of a new head", "train the head")
+    elif same := untouched(head, target):
+        text = f"not trained, as in a new head: {names_of(same)}"
+        # An output layer that is kept as the target's is common, and no layout tells of it.
+        yield Finding("trained", "note", text, "see that this was frozen, and not lost")
+    else:
+        yield Finding("trained", "ok", "no weight is that of a new head")
+    yield from _ignored(head, target)
+
+
+def _ignored(head: DraftHead, target: Target) -> Iterator[Finding]:
+    """An auxiliary layer that the layer joining them hardly reads."""
+    count = len(head.needs.aux_layers)
+    width = count * target.hidden_size
+    for name, module in head.named_modules():
+        if count > 1 and isinstance(module, nn.Linear) and module.in_features == width:
+            parts = module.weight.float().unflatten(1, (count, -1)).pow(2).mean((0, 2)).sqrt()
+            small = (parts < _IGNORED * parts.max()).tolist()
+            if any(small):
+                layers = [n for n, one in zip(head.needs.aux_layers, small, strict=True) if one]
+                text = f"{name} hardly reads layer {_list(layers)}"
+                yield Finding(
+                    "auxiliary layers", "note", f"{text} (size of its parts: {_sizes(parts)})"
+                )
+
+
+def _sizes(parts: Tensor) -> str:
+    return ", ".join(f"{value:.2g}" for value in parts.tolist())
+
+
+def _list(numbers) -> str:
+    return ", ".join(map(str, numbers))

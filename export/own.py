@@ -1,0 +1,88 @@
+"""Our own layout: the folder that training writes and `generate` loads."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import ClassVar
+
+from pydantic import ValidationError
+
+from spectrain.core.errors import SpectrainError
+from spectrain.core.target import Target
+from spectrain.export.found import Found
+from spectrain.export.layout import (
+    Encoded,
+    Finding,
+    Launch,
+    Reader,
+    Reference,
+    Writer,
+    compare_names,
+)
+from spectrain.heads import io
+from spectrain.heads.base import DraftHead, HeadConfig
+from spectrain.heads.registry import FAMILIES, family
+
+
+class OwnReader(Reader):
+    """`family` in config.json, tensors under the names that the modules have."""
+
+    name: ClassVar[str] = "spectrain"
+
+    def recognises(self, found: Found) -> bool:
+        return found.config.get("family") in FAMILIES
+
+    def findings(self, found: Found, target: Target) -> Iterator[Finding]:
+        kind = family(found.config["family"])
+        try:
+            config = kind.Config.model_validate(dict(found.config))
+        except ValidationError as error:
+            for one in error.errors():
+                key = ".".join(str(part) for part in one["loc"])
+                yield Finding("config", "fail", f"{key}: {one['msg']}")
+            return
+        yield Finding("config", "ok", f"family {config.family}, {config.steps} steps")
+        yield self._target(config, target)
+        try:
+            expected = io.expected(kind, config, str(found.path))
+        except SpectrainError as error:
+            yield Finding("config", "fail", error.what)
+            return
+        yield from compare_names(found, {n: tuple(t.shape) for n, t in expected.items()})
+
+    def build(self, found: Found, target: Target) -> DraftHead:
+        kind = family(found.config["family"])
+        head = kind(kind.Config.model_validate(dict(found.config)))
+        head.load_state_dict({name: found.read(name) for name in found.shapes}, strict=True)
+        return head
+
+    @staticmethod
+    def _target(config: HeadConfig, target: Target) -> Finding:
+        trained = config.target
+        if trained.fingerprint == target.fingerprint:
+            return Finding("target", "ok", f"trained for {trained.name}")
+        return Finding(
+            "target",
+            "fail",
+            f"trained for {trained.name} ({trained.fingerprint}), this target is {target.name} "
+            f"({target.fingerprint})",
+            f"use --target {trained.name} or a head of this target",
+        )
+
+
+class OwnWriter(Writer):
+    """Config and tensors as they are."""
+
+    reader = OwnReader()
+
+    def refusals(self, head: DraftHead, reference: Reference) -> list[str]:
+        return []
+
+    def encode(self, head: DraftHead, reference: Reference) -> Encoded:
+        return Encoded(head.config.model_dump(mode="json"), head.state_dict())
+
+    def launch(self, head: DraftHead, reference: Reference) -> list[Launch]:
+        name = shlex.quote(reference.here)
+        text = f'spectrain generate --target {name} --head {{folder}} --prompt "Hello"'
+        return [Launch("spectrain", text)]
