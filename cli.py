@@ -7,7 +7,17 @@ from typing import Annotated
 import typer
 
 import spectrain
-from spectrain.commands import estimate, generate, inspect, measure, prepare, train
+from spectrain.commands import (
+    doctor,
+    estimate,
+    export,
+    generate,
+    import_head,
+    inspect,
+    measure,
+    prepare,
+    train,
+)
 from spectrain.core import environment
 
 app = typer.Typer(
@@ -54,9 +64,12 @@ for command in (
     generate.chat,
     measure.compare,
     measure.check,
+    export.export,
+    import_head.import_,
+    doctor.doctor,
     prepare.targets,
 ):
-    app.command()(command)
+    app.command(command.__name__.strip("_").replace("_", "-"))(command)
 
 
 def main() -> None:

@@ -33,6 +33,9 @@ EvalEvery = option(
     int, "Measure α and τ on held-out rows every so many steps; keep the best head.", default="0"
 )
 Keep = option(int, "Checkpoints that are kept.", default="2")
+Init = option(
+    str, "Start from this head: trained here, or imported.", metavar="FOLDER", default="a new one"
+)
 Version = option(str, "Which EAGLE to train.", metavar="1|2|3", default="3")
 Stage = option(
     str, "1: heads alone; 2: the target is tuned along (LoRA).", metavar="1|2", default="1"
@@ -72,6 +75,7 @@ def train_eagle(
     target: Target = None,
     store: Store = None,
     out: Out = None,
+    init: Init = None,
     version: Version = None,
     steps: Steps = None,
     lr: Rate = None,
@@ -101,6 +105,7 @@ def train_medusa(
     target: Target = None,
     store: Store = None,
     out: Out = None,
+    init: Init = None,
     stage: Stage = None,
     steps: Steps = None,
     lr: Rate = None,
@@ -130,6 +135,7 @@ def train_mtp(
     target: Target = None,
     store: Store = None,
     out: Out = None,
+    init: Init = None,
     kind: Kind = None,
     steps: Steps = None,
     lr: Rate = None,
@@ -159,6 +165,7 @@ def train_draft(
     target: Target = None,
     store: Store = None,
     out: Out = None,
+    init: Init = None,
     steps: Steps = None,
     lr: Rate = None,
     batch_size: BatchSize = None,

@@ -21,7 +21,7 @@ from spectrain.evaluation.plot import draw
 from spectrain.evaluation.ranks import DEFINITION, rank_table
 from spectrain.evaluation.report import render
 from spectrain.evaluation.summary import DEFINITIONS, by_domain, summarise
-from spectrain.heads.io import load_head
+from spectrain.heads.io import load_head, weights_digest
 
 PLOT = "alpha.png"
 MAX_DRAFT = 5
@@ -90,6 +90,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
     report = {
         "target": target.name,
         "head": str(config.head),
+        "weights": weights_digest(config.head),
         "store": str(config.store),
         "split": config.split,
         "max_draft": steps,

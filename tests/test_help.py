@@ -33,6 +33,9 @@ RECIPES = {
     "generate": ("generate", "generate", "GenerateConfig"),
     "chat": ("chat", "chat", "ChatConfig"),
     "check": ("check", "check", "CheckConfig"),
+    "export": ("export", "export", "ExportConfig"),
+    "import": ("import_head", "import", "ImportConfig"),
+    "doctor": ("doctor", "doctor", "DoctorConfig"),
 }
 CHOICES = {"version", "stage", "kind"}  # they choose the family (commands/train.py)
 NOT_SETTINGS = {"config", "set_", "json", "help"} | CHOICES
@@ -43,6 +46,9 @@ REQUIRED = {
     "eval-alpha": {"store": "store", "head": "head"},
     "plan": {"store": "store", "head": "head"},
     "generate": {"prompt": "text"},
+    "export": {"run": "run", "format": "spectrain"},
+    "import": {"path": "head"},
+    "doctor": {"path": "head"},
 }
 # Defaults that are no value of the flag, as a person reads them.
 IN_WORDS = {
@@ -56,6 +62,7 @@ IN_WORDS = {
     ("generate", "limit"): (None, "all"),
     ("compare", "families"): (None, "all"),
     ("check", "prompts"): (prepare.SHIPPED_PROMPTS, "the shipped prompts"),
+    ("doctor", "prompts"): (prepare.SHIPPED_PROMPTS, "the shipped prompts"),
     **{
         (name, key): (None, words)
         for name in ("generate", "chat", "check")
@@ -74,7 +81,12 @@ IN_WORDS = {
         for name, recipe in RECIPES.items()
         if recipe == TRAIN or name == "estimate"
     },
+    **{(name, "init"): (None, "a new one") for name, recipe in RECIPES.items() if recipe == TRAIN},
     ("estimate", "conversations"): (None, "the store's, or 1000"),
+    ("export", "target"): (None, "the head's own"),
+    ("export", "out"): (None, "RUN/export/NAME"),
+    ("export", "alpha"): (None, "RUN/eval-alpha.json"),
+    ("export", "base_model"): (None, "its hub id or folder"),
 }
 
 
@@ -121,12 +133,13 @@ def test_every_help_has_an_example_and_fits(name):
 
 def test_one_word_has_one_meaning():
     """The same flag has the same help wherever it appears, apart from its default, from a head that
-    is optional, and from a family that only says what is kept."""
+    is optional, from a family that only says what is kept, and from the type of a file."""
+    others = {("family", "prepare"), ("dtype", "export")}
     meanings: dict[str, set] = {}
     for name in commands():
         for option in options_of(name).values():
             optional = option.name == "head" and name in ("generate", "chat", "check")
-            if not optional and (option.name, name) != ("family", "prepare"):
+            if not optional and (option.name, name) not in others:
                 text = option.help.split("  [default")[0]
                 single = text.split("; repeat it")[0].rstrip(".")
                 meanings.setdefault(option.opts[-1], set()).add(single)

@@ -50,6 +50,8 @@ def test_every_module_and_data_file_is_in_it(wheel):
     assert "spectrain/data/prompts.jsonl" in names
     for path in (ROOT / "recipes" / "configs").glob("*.yaml"):
         assert f"spectrain/recipes/configs/{path.name}" in names
+    for path in (ROOT / "export" / "facts").glob("*.json"):
+        assert f"spectrain/export/facts/{path.name}" in names
 
 
 def test_every_dependency_is_used():
