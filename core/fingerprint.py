@@ -56,7 +56,8 @@ _SHAPING = (
 def fingerprint_of(model: nn.Module, tokenizer, stored: Mapping[str, Tensor] | None = None) -> str:
     """16 hex digits that name the weights, how they are computed with, and the vocabulary.
 
-    stored: the model's state, where the model itself holds only pieces of it.
+    stored: the model's state, where the model itself holds only pieces of it; each tensor is asked
+    for once, in the order of the names.
 
     The same on every device. Weights count as rounded to bfloat16: loaded as float32 or bfloat16
     they give the same digits. As float16 they give digits of their own, unless that is how they
@@ -68,7 +69,8 @@ def fingerprint_of(model: nn.Module, tokenizer, stored: Mapping[str, Tensor] | N
     stored = model.state_dict() if stored is None else stored
     shaping = [_shaping(config), _rotary(model, set(stored))]
     digest.update(json.dumps(shaping, sort_keys=True).encode())
-    for name, tensor in sorted(stored.items()):
+    for name in sorted(stored):
+        tensor = stored[name]
         digest.update(json.dumps([name, list(tensor.shape)]).encode())
         digest.update(tensor_digest(tensor))
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)

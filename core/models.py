@@ -113,16 +113,28 @@ def load_errors(name: str, where: str = "--target", fix: str | None = None) -> I
 
 
 def snapshot(
-    name: str, where: str = "--target", fix: str | None = None, endings: Iterable[str] = ()
+    name: str,
+    where: str = "--target",
+    fix: str | None = None,
+    endings: Iterable[str] = (),
+    weights: str = "*.safetensors",
 ) -> Path:
-    """The folder with the safetensors and JSON files of a hub id, and those with further `endings`,
-    fetched where they are not here yet. Raises SpectrainError when they cannot be had."""
+    """The folder with the safetensors (of a pattern) and JSON files of a hub id, and those with
+    further `endings`, fetched where they are not here yet. Raises SpectrainError when they cannot
+    be had."""
     offline_without_hub()
     from huggingface_hub import snapshot_download
 
-    patterns = [f"*{ending}" for ending in (".safetensors", ".json", *endings)]
+    patterns = [weights, *(f"*{ending}" for ending in (".json", *endings))]
     with load_errors(name, where, fix):
         return Path(snapshot_download(name, allow_patterns=patterns))
+
+
+def weights_of(source: str) -> Path:
+    """The folder with the weights of what `resolve` gave; of a hub id the files that the library
+    loads: some models lie there twice, the second time under other names."""
+    folder = Path(source)
+    return folder if folder.is_dir() else snapshot(source, weights="model*.safetensors")
 
 
 def _choices(name: str) -> str:

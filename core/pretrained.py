@@ -23,14 +23,29 @@ def pretrained(
     """Model and tokenizer of a folder or hub id; of an adapter, merged, also its fingerprint."""
     if adapter.is_adapter(source):
         return _adapted(Path(source), dtype, device, options)
-    config = AutoConfig.from_pretrained(source, **options)
-    _refuse_unknown_layers(config.get_text_config(decoder=True), name)
-    _refuse_moving_rotary(config.get_text_config(decoder=True), name)
+    accepted_config(source, name, **options)
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     model = AutoModelForCausalLM.from_pretrained(
         source, dtype=dtype, attn_implementation=attention.NAME, **options
     )
     return model.to(device), tokenizer, None
+
+
+def accepted_config(source: str, name: str, **options: Any) -> Any:
+    """The configuration of a folder or hub id; raises SpectrainError for what no draft can do with
+    such a target."""
+    config = AutoConfig.from_pretrained(source, **options)
+    _refuse_unknown_layers(config.get_text_config(decoder=True), name)
+    _refuse_moving_rotary(config.get_text_config(decoder=True), name)
+    return config
+
+
+def generation_of(source: str, config: Any) -> GenerationConfig:
+    """The generation settings of a folder or hub id, where there are none those in its config."""
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except OSError:  # there is no such file
+        return GenerationConfig.from_model_config(config)
 
 
 def _adapted(
@@ -79,10 +94,7 @@ def _text_parts(name: str) -> tuple[Any, GenerationConfig, int]:
                 tokenizer = AutoTokenizer.from_pretrained(source)
             return tokenizer, generation, length
         config = AutoConfig.from_pretrained(source)
-        try:
-            generation = GenerationConfig.from_pretrained(source)
-        except OSError:  # there is no such file
-            generation = GenerationConfig.from_model_config(config)
+        generation = generation_of(source, config)
         length = int(config.get_text_config(decoder=True).max_position_embeddings)
         return AutoTokenizer.from_pretrained(source), generation, length
 

@@ -77,9 +77,7 @@ class Target:
         unrounded one fit it. Raises SpectrainError when the model cannot be had or does not behave
         as this adapter assumes.
         """
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        wanted = "auto" if dtype == "auto" and device != "cpu" else _dtype(dtype)
+        wanted, device = placed(dtype, device)
         if quantize is not None:
             require(quantize, device, wanted)
         source = models.resolve(name)
@@ -173,6 +171,11 @@ class Target:
         """[..., H] → [..., V], equal to the stock model's logits."""
         return self.readout.logits(last)
 
+    def layer(self, index: int) -> nn.Module:
+        """A decoder layer with its weights, to be read or called; −1 the last. Of a target on the
+        disk they are gone when another layer is asked for."""
+        return self.decoder.layers[index]
+
     def new_cache(self, rows: int, slots: int) -> KVCache:
         return KVCache(rows, slots, self.device)
 
@@ -241,6 +244,13 @@ def _keep(kept: dict[int, Tensor], layer: int):
         kept[layer] = output if isinstance(output, Tensor) else output[0]
 
     return hook
+
+
+def placed(dtype: str, device: str) -> tuple[torch.dtype | str, str]:
+    """Type and device of a target, of what was asked for: see `Target.load`."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return "auto" if dtype == "auto" and device != "cpu" else _dtype(dtype), device
 
 
 def _dtype(name: str) -> torch.dtype:

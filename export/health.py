@@ -15,7 +15,7 @@ from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
 from spectrain.export.layout import Finding
 from spectrain.export.stored import names_of
-from spectrain.export.untouched import never_trained, untouched
+from spectrain.export.untouched import judged
 from spectrain.heads.base import DraftHead
 from spectrain.heads.eagle3_init import rope_parameters
 from spectrain.heads.layers import RMSNorm, Rotary
@@ -211,9 +211,10 @@ def _norms(head: DraftHead) -> Iterator[Finding]:
 
 
 def _learnt(head: DraftHead, target: Target) -> Iterator[Finding]:
-    if never_trained(head, target):
+    beside = judged(head, target)
+    if beside.never_trained:
         yield Finding("trained", "fail", "every weight is that of a new head", "train the head")
-    elif same := untouched(head, target):
+    elif same := beside.untouched:
         text = f"not trained, as in a new head: {names_of(same)}"
         # An output layer that is kept as the target's is common, and no layout tells of it.
         yield Finding("trained", "note", text, "see that this was frozen, and not lost")

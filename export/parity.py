@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spectrain.core.batch import Features
 from spectrain.core.target import Target
 from spectrain.heads.base import DraftHead
 
@@ -29,7 +30,8 @@ def differences(left: DraftHead, right: DraftHead, target: Target) -> list[str]:
         # A layout without a place for K gives back a head of its family's default.
         steps = max(left.config.steps, right.config.steps)
         steps = min(steps, left.longest_draft, right.longest_draft)
-        both = (drafted(head, target, steps=steps) for head in (left, right))
+        told = prompts(left, target)
+        both = (drafted(head, *told, steps=steps) for head in (left, right))
         for step, (one, other) in enumerate(zip(*both, strict=True)):
             if not torch.equal(one, other):
                 gap = (one.float() - other.float()).abs().max().item()
@@ -37,24 +39,26 @@ def differences(left: DraftHead, right: DraftHead, target: Target) -> list[str]:
     return found
 
 
-@torch.inference_mode()
-def drafted(
-    head: DraftHead, target: Target, seed: int = 0, steps: int | None = None
-) -> list[Tensor]:
-    """Logits [B, D] of the first K guesses of a greedy chain behind random prompts, step by step.
-
-    Each of K (or `steps`) steps reads all that a head reads: features, positions, its cache, its
-    own outputs.
-    """
-    generator = torch.Generator().manual_seed(seed)
+def prompts(head: DraftHead, target: Target) -> tuple[Tensor, Features]:
+    """Random tokens [B, n+1], and what the target says at the first n of them."""
+    generator = torch.Generator().manual_seed(0)
     usable = target.readout.usable
     tokens = torch.randint(0, usable, (ROWS, PROMPT + 1), generator=generator).to(target.device)
-    features = target.forward(tokens[:, :-1], aux_layers=head.needs.aux_layers)
-    counts = torch.full((ROWS,), PROMPT, device=target.device)
-    steps = min(steps or head.config.steps, head.longest_draft)
-    state = head.start(ROWS, PROMPT + 1 + steps)
+    with torch.inference_mode():
+        return tokens, target.forward(tokens[:, :-1], aux_layers=head.needs.aux_layers)
+
+
+@torch.inference_mode()
+def drafted(head: DraftHead, tokens: Tensor, features: Features, *, steps: int) -> list[Tensor]:
+    """Logits [B, D] of the first `steps` guesses of a greedy chain behind prompts, step by step.
+
+    Each step reads all that a head reads: features, positions, its cache, its own outputs.
+    """
+    rows, count = tokens.shape
+    counts = torch.full((rows,), count - 1, device=tokens.device)
+    state = head.start(rows, count + steps)
     logits = [head.begin(state, tokens, features, counts)]
-    parents = torch.zeros(ROWS, 1, dtype=torch.int64, device=target.device)
+    parents = torch.zeros(rows, 1, dtype=torch.int64, device=tokens.device)
     for _ in range(steps - 1):
         guess = head.to_target(logits[-1].argmax(-1, keepdim=True))
         logits.append(head.expand(state, guess, parents)[:, 0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from pydantic import BaseModel, ValidationError
@@ -22,15 +23,26 @@ _SEEDS = (1, 2)
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def untouched(head: DraftHead, target: Target) -> list[str]:
-    """Names of trainable tensors that are those of a new head for `target` (its weights not
-    packed), of the way to start that most are like; none where no new head can be made."""
-    return max((same for same, _ in _beside_new_ones(head, target)), key=len, default=[])
+@dataclass(frozen=True)
+class Judged:
+    """What of a head is as in a new one.
+
+    untouched: names of trainable tensors that are, of the way to start that most are like
+    never_trained: whether all that can be judged is
+    """
+
+    untouched: list[str]
+    never_trained: bool
 
 
-def never_trained(head: DraftHead, target: Target) -> bool:
-    """Whether all that can be judged is as in a new head."""
-    return any(same and not other for same, other in _beside_new_ones(head, target))
+def judged(head: DraftHead, target: Target) -> Judged:
+    """`head` beside new ones for `target`, whose weights are not packed; nothing is found where no
+    new head can be made. New heads ask the target: one that lies on the disk is read for each."""
+    found = list(_beside_new_ones(head, target))
+    return Judged(
+        untouched=max((same for same, _ in found), key=len, default=[]),
+        never_trained=any(same and not other for same, other in found),
+    )
 
 
 def _beside_new_ones(head: DraftHead, target: Target) -> Iterator[tuple[list[str], list[str]]]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spectrain.core import attention
@@ -72,9 +72,19 @@ def description_of_layers(target: Any, count: int) -> dict[str, Any]:
 def layers_of(target: Any, count: int) -> nn.Module:
     """A model of `count` of the target's own layers, with its embedding, norm and output layer."""
     model = build(description_of_layers(target, count))
-    chosen = chosen_layers(target.num_layers, count)
+    decoder = model.get_decoder()
     try:
-        model.get_decoder().load_state_dict(_renumbered(target.decoder.state_dict(), chosen))
+        for layer, source in zip(
+            decoder.layers, chosen_layers(target.num_layers, count), strict=True
+        ):
+            layer.load_state_dict(target.layer(source).state_dict())
+        rest = {
+            name: value
+            for name, value in target.decoder.state_dict().items()
+            if not name.startswith("layers.")
+        }
+        own = {f"layers.{name}": value for name, value in decoder.layers.state_dict().items()}
+        decoder.load_state_dict(rest | own)
     except RuntimeError as error:  # layers that differ in ways their config does not tell by layer
         raise SpectrainError(
             f"the target cannot be cut into a model of {count} layers "
@@ -94,19 +104,6 @@ def chosen_layers(total: int, count: int) -> list[int]:
     the first four 7.6; 2 layers: first and last 6.1, the first two 7.7, the last two 7.1.
     """
     return [place * (total - 1) // max(1, count - 1) for place in range(count)]
-
-
-def _renumbered(state: dict[str, Tensor], chosen: list[int]) -> dict[str, Tensor]:
-    """The decoder's tensors with layer chosen[i] in the place of layer i."""
-    result = {}
-    for name, value in state.items():
-        if not name.startswith("layers."):
-            result[name] = value
-            continue
-        _, layer, rest = name.split(".", 2)
-        for place in (i for i, source in enumerate(chosen) if source == int(layer)):
-            result[f"layers.{place}.{rest}"] = value
-    return result
 
 
 @contextmanager

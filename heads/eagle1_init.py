@@ -44,7 +44,7 @@ def initialise(head: Any, target: Any, *, from_layer: bool) -> None:
     hidden = head.config.hidden_size
     head.fc.weight[:, :hidden] *= SMALL
     head.fc.weight[:, hidden:] = torch.eye(hidden)
-    layer, source = head.layers[0], target.decoder.layers[-1]
+    layer, source = head.layers[0], target.layer(-1)
     norms = {name for name, _ in source.named_children() if "norm" in name}
     final = _norm_weight(getattr(target.decoder, "norm", None), hidden)
     reading, between = (

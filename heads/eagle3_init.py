@@ -74,9 +74,9 @@ def _copy_last_layers(head: Any, target: Any) -> None:
     """As many of the target's last layers as the head has. The first one's q/k/v read an embedding
     as well: their other half is the copy."""
     hidden = head.config.hidden_size
-    # From the end; the head has fewer layers than its target, and what is left over stays as it is.
-    pairs = zip(reversed(head.stack), reversed(target.decoder.layers), strict=False)
-    for layer, source in pairs:
+    # From the end; of a head with more layers than its target the first stay as they are.
+    for place, layer in enumerate(list(reversed(head.stack))[: target.num_layers], start=1):
+        source = target.layer(-place)
         for name in ("q_proj", "k_proj", "v_proj"):
             own = getattr(layer.self_attn, name).weight
             theirs = getattr(source.self_attn, name, None)

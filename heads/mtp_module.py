@@ -182,7 +182,7 @@ def start_from_target(
     is h. On SmolLM2-135M, two modules after 54 steps of two conversations: loss 4.6 and 5.4 instead
     of 6.4 and 6.5.
     """
-    source = target.decoder.layers[kind.source]
+    source = target.layer(kind.source)
     try:
         layer.load_state_dict(source.state_dict(), strict=True)
         norm.load_state_dict(target.decoder.norm.state_dict(), strict=True)

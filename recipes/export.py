@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, field_validator
 
+from spectrain.core import on_disk
 from spectrain.core.config import Config
 from spectrain.core.embedded import EMBEDDED
 from spectrain.core.errors import SpectrainError
@@ -32,7 +33,7 @@ from spectrain.export.measured import Known, known
 from spectrain.export.proof import beyond, conform, read_back, rounded
 from spectrain.export.push import push, require_token
 from spectrain.export.record import RECORD
-from spectrain.export.untouched import never_trained, untouched
+from spectrain.export.untouched import judged
 from spectrain.export.write import write
 from spectrain.heads.base import TargetFacts
 from spectrain.heads.io import find_head, load_head
@@ -93,7 +94,7 @@ def run(config: ExportConfig) -> dict[str, Any]:
     _require_room(config, place)
     if config.push:
         require_token()
-    target = Target.load(config.target or head.config.target.name, pack_weights=False)
+    target = on_disk.load(config.target or head.config.target.name)
     head.check_target(target, str(config.run))
     head.to(target.device).bind(target.readout)
     reference = Reference(target, _name_for_others(config, target))
@@ -106,13 +107,13 @@ def run(config: ExportConfig) -> dict[str, Any]:
             where=str(config.run),
             fix="choose another --format",
         )
-    if never_trained(head, target):
+    beside = judged(head, target)
+    if beside.never_trained:
         raise SpectrainError(
             "this head was never trained: its weights are those of a new one",
             where=str(place),
             fix="train it, or give the folder of the trained head",
         )
-    same = untouched(head, target)
     dtype = _dtype(config, place)
     rounding = rounded(head, dtype)
     if rounding and (large := beyond(head, dtype)):
@@ -163,7 +164,7 @@ def run(config: ExportConfig) -> dict[str, Any]:
         "out": str(folder),
         "files": [{"file": name, "bytes": size} for name, size in sizes.items()],
         "checks": checks,
-        "untouched": same,
+        "untouched": beside.untouched,
         "measured": _measured(told),
         "launch": [_line(one, str(folder)) for one in launches],
         "pushed": pushed,

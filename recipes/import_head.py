@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from spectrain.core import on_disk
 from spectrain.core.config import Config
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import require_writable, sha256_file
@@ -52,7 +53,7 @@ def run(config: ImportConfig) -> dict[str, Any]:
     _require_free(config, folder)
     found = Found.open(config.path)
     reader = reader_of(found)
-    target = Target.load(config.target, pack_weights=False)
+    target = on_disk.load(config.target)
     findings = [*reader.findings(found, target), *record.findings(found, target)]
     steps = config.draft_steps or (None if reader.tells_steps else record.steps(found))
     head = _with_steps(load(reader, found, target, findings), steps, target)

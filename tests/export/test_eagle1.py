@@ -30,7 +30,7 @@ from spectrain.export.eagle3 import Eagle3Reader
 from spectrain.export.formats import reader_of, writer
 from spectrain.export.found import Found
 from spectrain.export.layout import Reference, load
-from spectrain.export.parity import differences, drafted
+from spectrain.export.parity import differences, drafted, prompts
 
 FORMATS = ["eagle", "vllm", "sglang"]
 NAMES = {
@@ -87,9 +87,9 @@ def test_a_bias_of_zeros_is_none(tmp_path):
     for format in FORMATS:
         again = read(export(head, target, format, tmp_path / format), target)
         assert (again.fc.bias is not None) is (format == "eagle")
-        for one, other in zip(
-            drafted(head, target, steps=4), drafted(again, target, steps=4), strict=True
-        ):
+        told = prompts(head, target)
+        both = (drafted(one, *told, steps=4) for one in (head, again))
+        for one, other in zip(*both, strict=True):
             torch.testing.assert_close(one, other)
 
 
