@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from spectrain.core.target import Target
-from spectrain.export import eagle_config, eagle_launch, rope
+from spectrain.export import eagle_config, eagle_launch, layer_keys, rope
 from spectrain.export.eagle_config import EMBEDDING
 from spectrain.export.found import Found
 from spectrain.export.layout import (
@@ -39,7 +39,7 @@ from spectrain.heads.base import DraftHead, TargetFacts
 from spectrain.heads.eagle1 import Eagle1Config, Eagle1Head, Eagle1Options
 
 _FC, _BIAS = "fc.weight", "fc.bias"
-_FLAGS = eagle_config.FLAGS | {"num_hidden_layers": 1, "hot_vocab_size": None}
+_FLAGS = layer_keys.FLAGS | {"num_hidden_layers": 1, "hot_vocab_size": None}
 
 
 class Eagle1Reader(Reader):
@@ -62,8 +62,11 @@ class Eagle1Reader(Reader):
         yield from problems
         if sizes is None:
             return
-        yield from eagle_config.flag_findings(found.config, _FLAGS)
-        yield from eagle_config.differences(found.config, sizes, target)
+        yield from layer_keys.flag_findings(found.config, _FLAGS)
+        yield from layer_keys.differences(found.config, sizes, target)
+        if found.config.get("tie_word_embeddings"):
+            text = "tie_word_embeddings is true: SGLang stops where both tables are one"
+            yield Finding("lm_head", "warn", text, "set tie_word_embeddings to false")
         yield from _fits(sizes, target)
         checks = [
             *compare_names(

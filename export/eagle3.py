@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from spectrain.core.target import Target
-from spectrain.export import aux_layers, draft_vocabulary, eagle_config, rope
+from spectrain.export import aux_layers, draft_vocabulary, eagle_config, layer_keys, rope
 from spectrain.export.eagle_config import EMBEDDING
 from spectrain.export.found import Found
 from spectrain.export.layout import Finding, Reader, Suspect, compare_names
@@ -32,7 +32,7 @@ from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head, Eagle3Options
 MAPS = ("d2t", "t2d")
 _FC, _MOST_LAYERS = "fc.weight", 8  # layers, of Eagle3Options
 _WIDE = [f"midlayer.self_attn.{part}_proj.weight" for part in "qkv"]
-_FLAGS = eagle_config.FLAGS | {"bias": False, "parallel_drafting": False}
+_FLAGS = layer_keys.FLAGS | {"bias": False, "parallel_drafting": False}
 _NESTED_FLAGS = {
     "use_aux_hidden_state": True,
     "norm_before_fc": False,
@@ -64,16 +64,16 @@ class Eagle3Reader(Reader):
         if sizes is None:
             return
         nested = found.config.get(aux_layers.NESTED)
-        yield from eagle_config.flag_findings(found.config, _FLAGS)
-        yield from eagle_config.differences(found.config, sizes, target)
+        yield from layer_keys.flag_findings(found.config, _FLAGS)
+        yield from layer_keys.differences(found.config, sizes, target)
         if isinstance(nested, dict):
-            yield from eagle_config.flag_findings(nested, _NESTED_FLAGS)
+            yield from layer_keys.flag_findings(nested, _NESTED_FLAGS)
         elif nested is not None:
             yield Finding("config", "fail", "eagle_config is no JSON object")
         if found.config.get("tie_word_embeddings"):
             text = "tie_word_embeddings is true: SGLang would use the embedding as lm_head"
             yield Finding("lm_head", "warn", text, "set tie_word_embeddings to false")
-        outputs, seen = aux_layers.read(found.config, target.num_layers)
+        outputs, seen = _layers(found, target)
         yield from seen
         checks = [
             *compare_names(
@@ -99,7 +99,7 @@ class Eagle3Reader(Reader):
     def build(self, found: Found, target: Target) -> DraftHead:
         found = canonical(found)
         sizes, _ = _sizes(found, target)
-        outputs, _ = aux_layers.read(found.config, target.num_layers)
+        outputs, _ = _layers(found, target)
         own = EMBEDDING in found.shapes and not eagle_config.embedding_is_targets(found, target)
         options = Eagle3Options(
             aux_layers=outputs,
@@ -124,7 +124,7 @@ class Eagle3Reader(Reader):
             return
         found = canonical(found)
         sizes, _ = _sizes(found, target)
-        outputs, _ = aux_layers.read(found.config, target.num_layers)
+        outputs, _ = _layers(found, target)
         for by in (-1, 1):
             if outputs and outputs[0] + by >= 0 and outputs[-1] + by < target.num_layers:
                 config = aux_layers.shifted(found.config, outputs, by)
@@ -154,6 +154,10 @@ class Eagle3Reader(Reader):
                 "take the rotary keys of the target's config",
                 found.edited(config=keys),
             )
+
+
+def _layers(found: Found, target: Target) -> tuple[tuple[int, ...] | None, list[Finding]]:
+    return aux_layers.read(found.config, target.num_layers, target.config.model_type)
 
 
 def canonical(found: Found) -> Found:

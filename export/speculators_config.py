@@ -17,7 +17,8 @@ from typing import Any
 from transformers import LlamaConfig
 
 from spectrain.core.target import Target
-from spectrain.export import rope
+from spectrain.export import layer_keys, rope
+from spectrain.export.aux_layers import COUNT
 from spectrain.export.layout import Finding
 from spectrain.heads.base import TargetFacts
 from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head, Eagle3Options
@@ -36,6 +37,8 @@ FLAGS = {
     "fc_norm": "each layer's features have a norm before fc",
     "norm_output": "what is fed back is the normed state",
 }
+# Of `layer_keys.FLAGS`, those that may stand beside the layer's config.
+_BESIDE = ("use_aux_norm", "quantization_config", "compression_config")
 MOST_LAYERS = 8  # as many as a head can be trained with
 
 
@@ -88,7 +91,7 @@ def _layer_of(own: Eagle3Config) -> dict[str, Any]:
         **rope.keys(own.rope_parameters),
     }
     if len(own.aux_layers) != 3:  # vLLM makes room for three unless it is told otherwise
-        content["num_aux_hidden_states"] = len(own.aux_layers)
+        content[COUNT] = len(own.aux_layers)
     return content
 
 
@@ -105,11 +108,12 @@ def read(content: Mapping[str, Any], target: Target) -> Read:
     found: list[Finding] = []
     try:
         layer = LlamaConfig(**dict(content[LAYER]))
-        found += _kind(content, layer)
+        found += _kind(content)
+        found += _layer_keys(content[LAYER], layer, target)
         found += _sizes(content, layer, target)
         layers, one = _layer_ids(content, target)
         steps, two = _steps(content)
-        found += [one, two]
+        found += [one, two, *_count(content[LAYER], layers)]
         if any(finding.verdict == "fail" for finding in found):
             return Read(None, found)
         heads = layer.num_attention_heads
@@ -140,7 +144,7 @@ def read(content: Mapping[str, Any], target: Target) -> Read:
     return Read(config, found)
 
 
-def _kind(content: Mapping[str, Any], layer: LlamaConfig) -> Iterator[Finding]:
+def _kind(content: Mapping[str, Any]) -> Iterator[Finding]:
     kind = content[LAYER].get("model_type", "qwen3")  # the package's own default
     if kind != "llama":
         yield Finding(
@@ -156,16 +160,30 @@ def _kind(content: Mapping[str, Any], layer: LlamaConfig) -> Iterator[Finding]:
             "norms",
             "warn",
             "norm_before_residual is not said; taken for false, vLLM takes it for true",
-            "write the flag into config.json",
+            'write "norm_before_residual": false into config.json',
         )
     elif not any(content.get(key) for key in FLAGS):
         yield Finding("norms", "ok", "standard: norms in the layers alone")
-    if layer.attention_bias or layer.mlp_bias:
-        yield Finding("layer", "fail", "layers with biases, which no head here has")
-    if layer.hidden_act != "silu":
-        yield Finding("layer", "fail", f"activation {layer.hidden_act!r}, heads here have silu")
-    if "sliding_attention" in (content[LAYER].get("layer_types") or []):
-        yield Finding("layer", "fail", "layers with a sliding window, which no head here has")
+    for key in _BESIDE:
+        if content.get(key) not in (None, layer_keys.FLAGS[key]):
+            yield Finding("config", "fail", f"{key} is said: no head here computes that")
+
+
+def _layer_keys(inner: Mapping[str, Any], layer: LlamaConfig, target: Target) -> Iterator[Finding]:
+    """Keys of the layer's config; those of the norms are decided by the keys beside it."""
+    flags = {key: one for key, one in layer_keys.FLAGS.items() if key not in FLAGS}
+    yield from layer_keys.flag_findings(inner, flags | {"bias": False, "eagle_config": None})
+    sizes = ("num_hidden_layers", "max_position_embeddings", "rms_norm_eps")
+    yield from layer_keys.differences(inner, {key: getattr(layer, key) for key in sizes}, target)
+
+
+def _count(inner: Mapping[str, Any], layers: tuple[int, ...]) -> Iterator[Finding]:
+    """vLLM makes room for three states unless it is told otherwise; the package counts the ids."""
+    told = inner.get(COUNT)
+    if layers and (3 if told is None else told) != len(layers):
+        text = f"{COUNT} is {told}, and {len(layers)} layers are read: vLLM cannot load that"
+        fix = f'write "{COUNT}": {len(layers)} into {LAYER}'
+        yield Finding("layers", "warn" if told is None else "fail", text, fix)
 
 
 def _sizes(content: Mapping[str, Any], layer: LlamaConfig, target: Target) -> Iterator[Finding]:

@@ -45,6 +45,7 @@ OTHERWISE = {
     "attention_bias": True,
     "mlp_bias": True,
     "qkv_bias": True,
+    "is_causal": False,
     "norm_before_residual": True,
     "norm_before_fc": True,
     "norm_output": True,
