@@ -92,6 +92,15 @@ class CausalLmReader(Reader):
         head.config = head.config.model_copy(update={"steps": _steps(folder)})
         return head
 
+    def called(self, found: Found, name: str) -> str:
+        """The library puts a name of the model's own in the place of our `decoder`."""
+        rest = name.removeprefix("decoder.")
+        for ending in ("", ".weight"):
+            mine = [one for one in found.shapes if f".{one}".endswith(f".{rest}{ending}")]
+            if len(mine) == 1:
+                return mine[0].removesuffix(ending)
+        return rest
+
 
 class CausalLmWriter(Writer):
     """The draft with the target's tokenizer."""

@@ -57,7 +57,7 @@ class Eagle1Reader(Reader):
         return layer and _FC in names
 
     def findings(self, found: Found, target: Target) -> Iterator[Finding]:
-        found = eagle_config.renamed(found, _plain)
+        found = found.renamed(_plain)
         sizes, problems = eagle_config.read_sizes(found.config)
         yield from problems
         if sizes is None:
@@ -89,7 +89,7 @@ class Eagle1Reader(Reader):
             yield Finding("embedding", "fail", text, "check that --target is the head's own")
 
     def build(self, found: Found, target: Target) -> DraftHead:
-        found = eagle_config.renamed(found, _plain)
+        found = found.renamed(_plain)
         sizes, _ = eagle_config.read_sizes(found.config)
         sizes.pop("num_hidden_layers")
         names = [n for n in found.shapes if n != EMBEDDING and not n.endswith(rope.INV_FREQ)]
@@ -113,15 +113,18 @@ class Eagle1Reader(Reader):
         )
         return head
 
+    def called(self, found: Found, name: str) -> str:
+        return found.renamed(_plain).called(name)
+
     def suspects(self, found: Found, target: Target) -> Iterator[Suspect]:
         if eagle_config.unreadable(self.findings(found, target)):
             return
-        found = eagle_config.renamed(found, _plain)
+        found = found.renamed(_plain)
         sizes, _ = eagle_config.read_sizes(found.config)
         left, right = found.read(_FC).chunk(2, dim=1)
         yield Suspect(
             "fc reads [hidden, embedding] instead of [embedding, hidden]",
-            "swap the halves of fc's columns",
+            f"swap the halves of the columns of {found.called(_FC)}",
             found.edited(tensors={_FC: torch.cat([right, left], dim=1)}),
         )
         if keys := eagle_config.rope_suspect(found, sizes, target):

@@ -119,6 +119,9 @@ class Eagle3Reader(Reader):
         head.load_state_dict(tensors)
         return head
 
+    def called(self, found: Found, name: str) -> str:
+        return canonical(found).called(name)
+
     def suspects(self, found: Found, target: Target) -> Iterator[Suspect]:
         if eagle_config.unreadable(self.findings(found, target)):
             return
@@ -140,12 +143,12 @@ class Eagle3Reader(Reader):
             parts = found.read(_FC).chunk(len(outputs), dim=1)
             yield Suspect(
                 "fc reads the states from high to low",
-                "reverse the order of fc's column blocks",
+                f"reverse the order of the {len(outputs)} column blocks of {found.called(_FC)}",
                 found.edited(tensors={_FC: torch.cat(parts[::-1], dim=1)}),
             )
         yield Suspect(
             "q, k and v read [hidden, embedding] instead of [embedding, hidden]",
-            "swap the halves of their columns",
+            f"swap the halves of the columns of {', '.join(map(found.called, _WIDE))}",
             found.edited(tensors={name: _swapped(found.read(name)) for name in _WIDE}),
         )
         if keys := eagle_config.rope_suspect(found, sizes, target):
@@ -162,7 +165,7 @@ def _layers(found: Found, target: Target) -> tuple[tuple[int, ...] | None, list[
 
 def canonical(found: Found) -> Found:
     """The tensors under the names that our head's modules have."""
-    return eagle_config.renamed(found, _own_name)
+    return found.renamed(_own_name)
 
 
 def _own_name(name: str) -> str:

@@ -9,8 +9,7 @@ H hidden, I MLP width, A query heads, G kv heads, d head size, V vocabulary.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,21 +33,6 @@ def foreign(found: Found) -> bool:
     """Whether the config says that this is another layout, whatever the tensors are called."""
     marks = {"speculators_model_type", "speculators_config", "transformer_layer_config"}
     return found.config.get("family") in FAMILIES or bool(marks & found.config.keys())
-
-
-def renamed(found: Found, rename: Callable[[str], str]) -> Found:
-    """The same tensors under other names; one whose new name is taken keeps its own, and is then
-    unknown to every layout."""
-    names = {name: name for name in found.shapes if rename(name) == name}
-    for old in sorted(found.shapes.keys() - names.keys()):
-        names[old if rename(old) in names else rename(old)] = old
-    return replace(
-        found,
-        shapes={new: found.shapes[old] for new, old in names.items()},
-        dtypes={new: found.dtypes[old] for new, old in names.items()},
-        _read=lambda name: found.read(names[name]),
-        _edits={},
-    )
 
 
 def read_sizes(config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[Finding]]:
@@ -92,7 +76,9 @@ def type_findings(found: Found, integers: Mapping[str, set[str]]) -> Iterator[Fi
     for name, kind in sorted(found.dtypes.items()):
         allowed = integers.get(name, _FLOATS)
         if kind not in allowed:
-            text = f"{name} is stored as {kind}, expected {' or '.join(sorted(allowed))}"
+            text = (
+                f"{found.called(name)} is stored as {kind}, expected {' or '.join(sorted(allowed))}"
+            )
             yield Finding("types", "fail", text, "dequantise the head, or export it again")
         elif allowed is _FLOATS:
             kinds.add(kind)

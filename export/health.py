@@ -20,6 +20,7 @@ from spectrain.heads.base import DraftHead
 from spectrain.heads.eagle3_init import rope_parameters
 from spectrain.heads.layers import RMSNorm, Rotary
 
+Called = Callable[[str], str]  # names of a head's tensors and modules → of the file it came from
 _ROWS_FIX = "bring lm_head and the draft vocabulary into one order, by ascending token"
 _ROWS = 256  # rows of an output layer that are compared with the target's
 _ALIKE = 0.6  # cosine from which a row is taken for a copy of a target's row that was trained on
@@ -27,14 +28,14 @@ _IGNORED = 1e-2  # a part of fc this small beside its largest hardly reads its l
 
 
 @torch.no_grad()
-def findings(head: DraftHead, target: Target) -> Iterator[Finding]:
+def findings(head: DraftHead, target: Target, called: Called = str) -> Iterator[Finding]:
     """Of a head bound to `target`: what it guesses, reads and has learnt."""
     yield _stops(head, target)
     yield from _layers(head, target)
     yield from _rope(head, target)
-    yield from _outputs(head, target)
-    yield from _norms(head)
-    yield from _learnt(head, target)
+    yield from _outputs(head, target, called)
+    yield from _norms(head, called)
+    yield from _learnt(head, target, called)
 
 
 def _stops(head: DraftHead, target: Target) -> Finding:
@@ -121,7 +122,7 @@ def _output_layers(head: DraftHead) -> dict[str, nn.Linear]:
     return {n: m for n, m in named if isinstance(m, nn.Linear) and m.out_features == size}
 
 
-def _outputs(head: DraftHead, target: Target) -> Iterator[Finding]:
+def _outputs(head: DraftHead, target: Target, called: Called) -> Iterator[Finding]:
     layers, size = _output_layers(head), head.config.draft_vocab_size
     if not layers:
         return
@@ -131,14 +132,20 @@ def _outputs(head: DraftHead, target: Target) -> Iterator[Finding]:
     for name, layer in layers.items():
         repeated, moved = _repeated(layer.weight) - expected, _moved(layer.weight, theirs)
         if repeated > 0:
-            text = f"{name}: {repeated:,} of {size:,} rows are constant or repeat another row"
+            text = (
+                f"{called(name)}: {repeated:,} of {size:,} rows are constant or repeat another row"
+            )
             problems.append(Finding("output rows", "warn", text, "look where it was converted"))
         if moved:
-            text = f"{name}: {moved:.0%} of the rows are those of other tokens than the map says"
+            text = f"{called(name)}: {moved:.0%} of the rows are of other tokens than the map says"
             problems.append(Finding("output rows", "fail", text, _ROWS_FIX))
     yield from problems
     if not problems:
-        yield Finding("output rows", "ok", f"{names_of(list(layers))}: rows differ, none is moved")
+        yield Finding(
+            "output rows",
+            "ok",
+            f"{names_of([called(n) for n in layers])}: rows differ, none is moved",
+        )
 
 
 def _repeated(weight: Tensor) -> int:
@@ -196,10 +203,10 @@ def mends(
         yield "output rows in the order of the target's", _ROWS_FIX, sort
 
 
-def _norms(head: DraftHead) -> Iterator[Finding]:
+def _norms(head: DraftHead, called: Called) -> Iterator[Finding]:
     norms = {n: one.weight for n, one in head.named_modules() if isinstance(one, RMSNorm)}
-    zero = [name for name, weight in norms.items() if not weight.any()]
-    ones = [name for name, weight in norms.items() if bool((weight == 1).all())]
+    zero = [called(name) for name, weight in norms.items() if not weight.any()]
+    ones = [called(name) for name, weight in norms.items() if bool((weight == 1).all())]
     if zero:
         text = f"all zeros, so that nothing passes: {names_of(zero)}"
         yield Finding("norms", "fail", text, "the weight was lost; convert the head again")
@@ -210,19 +217,19 @@ def _norms(head: DraftHead) -> Iterator[Finding]:
         yield Finding("norms", "ok", f"{len(norms)}, neither all zeros nor all ones")
 
 
-def _learnt(head: DraftHead, target: Target) -> Iterator[Finding]:
+def _learnt(head: DraftHead, target: Target, called: Called) -> Iterator[Finding]:
     if never_trained(head, target):
         yield Finding("trained", "fail", "every weight is that of a new head", "train the head")
     elif same := untouched(head, target):
-        text = f"not trained, as in a new head: {names_of(same)}"
+        text = f"not trained, as in a new head: {names_of([called(name) for name in same])}"
         # An output layer that is kept as the target's is common, and no layout tells of it.
         yield Finding("trained", "note", text, "see that this was frozen, and not lost")
     else:
         yield Finding("trained", "ok", "no weight is that of a new head")
-    yield from _ignored(head, target)
+    yield from _ignored(head, target, called)
 
 
-def _ignored(head: DraftHead, target: Target) -> Iterator[Finding]:
+def _ignored(head: DraftHead, target: Target, called: Called) -> Iterator[Finding]:
     """An auxiliary layer that the layer joining them hardly reads."""
     count = len(head.needs.aux_layers)
     width = count * target.hidden_size
@@ -232,7 +239,7 @@ def _ignored(head: DraftHead, target: Target) -> Iterator[Finding]:
             small = (parts < _IGNORED * parts.max()).tolist()
             if any(small):
                 layers = [n for n, one in zip(head.needs.aux_layers, small, strict=True) if one]
-                text = f"{name} hardly reads layer {_list(layers)}"
+                text = f"{called(name)} hardly reads layer {_list(layers)}"
                 yield Finding(
                     "auxiliary layers", "note", f"{text} (size of its parts: {_sizes(parts)})"
                 )

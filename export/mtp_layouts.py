@@ -124,6 +124,9 @@ class MtpReader(Reader):
             found.edited(tensors={name: swap(found.read(name)) for name in projections}),
         )
 
+    def called(self, found: Found, name: str) -> str:
+        return self._names(found).called(name)
+
     def _names(self, found: Found) -> Names:
         return Names(self.layout, found.config["num_hidden_layers"], found.shapes)
 

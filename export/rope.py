@@ -134,7 +134,7 @@ def findings(found: Found, head_dim: int, max_positions: int, target: Target) ->
             stored = found.read(name).flatten().float()
             known = tables[0][0, :-1]
             if stored.shape != known.shape or not torch.allclose(stored, known, rtol=1e-2):
-                text = f"{name} is not what the config's rotary keys make"
+                text = f"{found.called(name)} is not what the config's rotary keys make"
                 yield Finding("rope", "fail", text, "mend rope_theta in config.json")
                 return
     theirs = ""

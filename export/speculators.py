@@ -86,6 +86,9 @@ class SpeculatorsReader(Reader):
         head.load_state_dict({name: found.read(_theirs(name)) for name in head.state_dict()})
         return head
 
+    def called(self, found: Found, name: str) -> str:
+        return _theirs(name)
+
     def suspects(self, found: Found, target: Target) -> Iterator[Suspect]:
         if "d2t" in found.shapes and (
             (offsets := draft_vocabulary.offsets_of(found.read("d2t"))) is not None

@@ -72,7 +72,8 @@ def run(config: DoctorConfig) -> dict[str, Any]:
     head = None
     if not any(one.verdict == "fail" for one in findings):
         head = _loaded(reader, found, target)
-        findings += [one for one in health.findings(head, target) if _news(one, said)]
+        seen = health.findings(head, target, lambda name: reader.called(found, name))
+        findings += [one for one in seen if _news(one, said)]
         if not health.can_be_fed(head, target):
             head = None
     patient = _Patient(reader, found, target, head, config, prompts)
