@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from spectrain.core.embedded import EMBEDDED
@@ -87,10 +88,12 @@ class Reference:
     """The target of an export: loaded, and as others call it.
 
     name: hub id or path that engines are started with
+    stored: the type its own config names, which engines run it in; None where it is not known
     """
 
     target: Target
     name: str
+    stored: torch.dtype | None = None
 
     @property
     def here(self) -> str:
