@@ -21,6 +21,7 @@ from spectrain.export.layout import Finding
 
 KEY, NESTED, COUNT = "eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"
 _CHECK = "auxiliary layers"
+_FIX = f"name the inputs of layers in {KEY}, from 1, as the head was trained"
 # model_type of targets, as in the text above.
 _INPUTS_TO_SGLANG = {
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite",
@@ -85,7 +86,7 @@ def read(
         outputs, seen = _default(layers, kind)
         return outputs, [*seen, *_count(config, outputs)]
     if not isinstance(named, list) or not all(type(i) is int for i in named):
-        return None, [Finding(_CHECK, "fail", f"{KEY} is not a list of whole numbers")]
+        return None, [Finding(_CHECK, "fail", f"{KEY} is not a list of whole numbers", _FIX)]
     if named != sorted(set(named)):
         text = f"{KEY} is not ascending: every engine reads them in that order"
         return None, [Finding(_CHECK, "fail", text, "sort them, and fc's columns with them")]
@@ -93,7 +94,7 @@ def read(
     outputs = tuple(i - 1 if inputs else i for i in named)
     if outputs[0] < 0 or outputs[-1] >= layers:
         what = "the embedding" if outputs[0] == -1 else f"layers that a target of {layers} lacks"
-        return None, [Finding(_CHECK, "fail", f"{KEY} {_list(named)} names {what}")]
+        return None, [Finding(_CHECK, "fail", f"{KEY} {_list(named)} names {what}", _FIX)]
     seen = [Finding(_CHECK, "ok", f"outputs of {_list(outputs)} of {layers}, from 0")]
     if top and within and list(outputs) != within:
         text = f"{KEY} and {NESTED} disagree; the first was taken, as vLLM takes it"
@@ -107,7 +108,7 @@ def _default(layers: int, kind: str) -> tuple[tuple[int, ...] | None, list[Findi
     outputs = engines_take(layers)
     if len(outputs) != 3 or outputs[0] < 0:
         text = f"none named, and the engines' default does not fit a target of {layers} layers"
-        return None, [Finding(_CHECK, "fail", text, f"name them in {KEY} (layer inputs)")]
+        return None, [Finding(_CHECK, "fail", text, _FIX)]
     text = f"none named: outputs {_list(outputs)} of {layers}, the engines' default"
     seen = [Finding(_CHECK, "ok", text)]
     if kind in _LATER_IN_SGLANG:

@@ -130,7 +130,7 @@ class Eagle1Reader(Reader):
         if keys := eagle_config.rope_suspect(found, sizes, target):
             yield Suspect(
                 "rotary positions that are not the target's",
-                "take the rotary keys of the target's config",
+                rope.told(keys["rope_parameters"]),
                 found.edited(config=keys),
             )
 

@@ -69,7 +69,7 @@ class Eagle3Reader(Reader):
         if isinstance(nested, dict):
             yield from layer_keys.flag_findings(nested, _NESTED_FLAGS)
         elif nested is not None:
-            yield Finding("config", "fail", "eagle_config is no JSON object")
+            yield Finding("config", "fail", "eagle_config is no JSON object", "leave it out")
         if found.config.get("tie_word_embeddings"):
             text = "tie_word_embeddings is true: SGLang would use the embedding as lm_head"
             yield Finding("lm_head", "warn", text, "set tie_word_embeddings to false")
@@ -119,6 +119,9 @@ class Eagle3Reader(Reader):
         head.load_state_dict(tensors)
         return head
 
+    def layers_key(self, layers: tuple[int, ...]) -> str:
+        return f"{aux_layers.KEY} to {[layer + 1 for layer in layers]} (layer inputs)"
+
     def called(self, found: Found, name: str) -> str:
         return canonical(found).called(name)
 
@@ -133,8 +136,8 @@ class Eagle3Reader(Reader):
                 config = aux_layers.shifted(found.config, outputs, by)
                 yield Suspect(
                     f"the layers read are one too {'high' if by < 0 else 'low'}",
-                    f"in config.json, set {aux_layers.KEY} to {config[aux_layers.KEY]} (layer "
-                    "inputs), and name none elsewhere",
+                    f"in config.json, set {self.layers_key(tuple(o + by for o in outputs))}, and "
+                    "name none elsewhere",
                     found.edited(config=config),
                 )
         if "d2t" in found.shapes:
@@ -154,7 +157,7 @@ class Eagle3Reader(Reader):
         if keys := eagle_config.rope_suspect(found, sizes, target):
             yield Suspect(
                 "rotary positions that are not the target's",
-                "take the rotary keys of the target's config",
+                rope.told(keys["rope_parameters"]),
                 found.edited(config=keys),
             )
 
@@ -208,16 +211,19 @@ def _sizes(found: Found, target: Target) -> tuple[dict[str, Any] | None, list[Fi
         text = f"draft_vocab_size is missing; lm_head has {draft} rows"
         seen.append(Finding("config", "note", text, "write it: SGLang would share the target's"))
     if type(draft) is not int or draft < 1:
-        seen.append(Finding("config", "fail", "draft_vocab_size is not a size"))
+        seen.append(
+            Finding("config", "fail", "draft_vocab_size is no size", "set it to lm_head's rows")
+        )
     if sizes["num_hidden_layers"] > _MOST_LAYERS:
         text = (
             f"num_hidden_layers is {sizes['num_hidden_layers']}, a head has {_MOST_LAYERS} at most"
         )
-        seen.append(Finding("config", "fail", text))
+        seen.append(Finding("config", "fail", text, "correct num_hidden_layers in config.json"))
     apart = sizes["hidden_size"] != target.hidden_size
     if apart and EMBEDDING not in found.shapes:
         text = f"a head {sizes['hidden_size']} wide cannot read the target's embedding"
-        seen.append(Finding("embedding", "fail", f"{text} and has none of its own"))
+        text, fix = f"{text} and has none of its own", f"put {EMBEDDING} of the head into the file"
+        seen.append(Finding("embedding", "fail", text, fix))
     failed = any(one.verdict == "fail" for one in seen)
     return (None if failed else sizes | {"draft_vocab_size": draft}), seen
 

@@ -62,7 +62,8 @@ def read_sizes(config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[F
     }
     eps = sizes["rms_norm_eps"]
     if type(eps) not in (int, float) or not 0 <= eps < 1:
-        problems.append(Finding("config", "fail", f"rms_norm_eps is {reprlib.repr(eps)}"))
+        text = f"rms_norm_eps is {reprlib.repr(eps)}"
+        problems.append(Finding("config", "fail", text, "a number like 1e-6 is wanted"))
     if heads % sizes["num_key_value_heads"] or sizes["head_dim"] % 2:
         text = "query heads are no multiple of kv heads, or the head size is odd"
         problems.append(Finding("config", "fail", text, "correct the sizes in config.json"))

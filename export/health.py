@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
+from spectrain.export import rope
 from spectrain.export.layout import Finding
 from spectrain.export.stored import names_of
 from spectrain.export.untouched import never_trained, untouched
@@ -21,7 +22,6 @@ from spectrain.heads.eagle3_init import rope_parameters
 from spectrain.heads.layers import RMSNorm, Rotary
 
 Called = Callable[[str], str]  # names of a head's tensors and modules → of the file it came from
-_ROWS_FIX = "bring lm_head and the draft vocabulary into one order, by ascending token"
 _ROWS = 256  # rows of an output layer that are compared with the target's
 _ALIKE = 0.6  # cosine from which a row is taken for a copy of a target's row that was trained on
 _IGNORED = 1e-2  # a part of fc this small beside its largest hardly reads its layer
@@ -61,7 +61,8 @@ def _layers(head: DraftHead, target: Target) -> Iterator[Finding]:
         return
     told = f"reads the outputs of layers {_list(layers)} of 0 … {target.num_layers - 1}"
     if not can_be_fed(head, target):
-        yield Finding("auxiliary layers", "fail", f"{told}: there is no such layer")
+        fix = "name layers that there are, or give the target that the head was trained for"
+        yield Finding("auxiliary layers", "fail", f"{told}: there is no such layer", fix)
         return
     usual = target.default_aux_layers() if target.num_layers > 2 else layers
     also = "the usual ones" if layers == usual else f"usual are {_list(usual)}"
@@ -108,7 +109,7 @@ def _rope(head: DraftHead, target: Target) -> Iterator[Finding]:
             "positions turn by other angles than the target's: slowest pair {:.3g} radians a "
             "position, the target's {:.3g}".format(*slowest)
         )
-        yield Finding("rope", "warn", text, "check rope_theta and the rope scaling of the config")
+        yield Finding("rope", "warn", text, rope.told(rope_parameters(target.config)))
     elif own:
         turns = _turns(next(iter(own.values())))
         text = f"angles are the target's, {turns[0]:.3g} … {turns[-2]:.3g} radians a position"
@@ -135,10 +136,10 @@ def _outputs(head: DraftHead, target: Target, called: Called) -> Iterator[Findin
             text = (
                 f"{called(name)}: {repeated:,} of {size:,} rows are constant or repeat another row"
             )
-            problems.append(Finding("output rows", "warn", text, "look where it was converted"))
+            problems.append(Finding("output rows", "warn", text, "convert the head again"))
         if moved:
             text = f"{called(name)}: {moved:.0%} of the rows are of other tokens than the map says"
-            problems.append(Finding("output rows", "fail", text, _ROWS_FIX))
+            problems.append(Finding("output rows", "fail", text, _in_order(called(name))))
     yield from problems
     if not problems:
         yield Finding(
@@ -146,6 +147,10 @@ def _outputs(head: DraftHead, target: Target, called: Called) -> Iterator[Findin
             "ok",
             f"{names_of([called(n) for n in layers])}: rows differ, none is moved",
         )
+
+
+def _in_order(name: str) -> str:
+    return f"sort the rows of {name} by token: weight[ids.argsort()], ids: the token of each row"
 
 
 def _repeated(weight: Tensor) -> int:
@@ -178,7 +183,7 @@ def _likeness(rows: Tensor, theirs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mends(
-    head: DraftHead, target: Target
+    head: DraftHead, target: Target, called: Called = str
 ) -> Iterator[tuple[str, str, Callable[[DraftHead], None]]]:
     """What can be mended in a head like this one: name, fix, and what to do with another copy."""
     rotary = target_rotary(head, target)
@@ -188,7 +193,8 @@ def mends(
             for name, theirs in rotary.items():
                 other.set_submodule(name, theirs.to(target.device))
 
-        yield "rotary positions of the target", "mend rope_theta or the rope scaling", turn
+        fix = rope.told(rope_parameters(target.config))
+        yield "rotary positions of the target", fix, turn
     theirs = target.readout.weight[head.draft_ids]
     moved = [n for n, one in _output_layers(head).items() if _moved(one.weight, theirs)]
     if moved:
@@ -200,7 +206,8 @@ def mends(
                 parts = [_likeness(part, theirs).argmax(-1) for part in weight.split(_ROWS)]
                 weight[torch.cat(parts)] = weight.clone()
 
-        yield "output rows in the order of the target's", _ROWS_FIX, sort
+        fix = _in_order(called(moved[0]))
+        yield "output rows in the order of the target's", fix, sort
 
 
 def _norms(head: DraftHead, called: Called) -> Iterator[Finding]:

@@ -78,6 +78,11 @@ class Reader(ABC):
         """What to try when nothing is accepted."""
         return iter(())
 
+    def layers_key(self, layers: tuple[int, ...]) -> str:
+        """The key of config.json, with its value, that says that these outputs of the target's
+        layers are read; "" where the layout has none."""
+        return ""
+
     def called(self, found: Found, name: str) -> str:
         """What the file calls a tensor, or a module, of the head that `build` makes of it."""
         return name

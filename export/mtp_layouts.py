@@ -73,7 +73,9 @@ class MtpReader(Reader):
         count = names.count
         yield from self._promises(config, count)
         if self.layout.name == "qwen3-next" and count > 1:
-            yield Finding("layers", "fail", f"{count} layers behind one mtp.fc are not supported")
+            yield Finding(
+                "layers", "fail", f"{count} layers behind one mtp.fc are not supported", "keep one"
+            )
             return
         try:
             builder = LayerBuilder(LayerKind.of(target.config))
@@ -140,7 +142,8 @@ class MtpReader(Reader):
             text = f"the config does not say that there are {count} MTP layers"
             yield Finding("layers", "warn", text, f"engines look for {' or '.join(COUNTS)}")
         if config.get(STEPS, 1) != _steps(config):
-            yield Finding("layers", "warn", f"{STEPS} is {config[STEPS]!r}, which is not 1 to 16")
+            text = f"{STEPS} is {config[STEPS]!r}, which is not 1 to 16"
+            yield Finding("layers", "warn", text, f"set {STEPS} to the steps it was trained for")
         yield Finding("layers", "ok", f"{count} MTP layers in the layout {self.layout.name}")
         if count > 1:
             text = "the state after the norm is handed on, as engines do"

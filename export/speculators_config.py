@@ -138,9 +138,8 @@ def read(content: Mapping[str, Any], target: Target) -> Read:
         )
     except Exception as error:  # whatever a file may hold, down to what the library thinks of it
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Read(
-            None, [*found, Finding("config", "fail", f"config.json cannot be read ({reason})")]
-        )
+        text, fix = f"config.json cannot be read ({reason})", "mend config.json"
+        return Read(None, [*found, Finding("config", "fail", text, fix)])
     return Read(config, found)
 
 
@@ -151,10 +150,12 @@ def _kind(content: Mapping[str, Any]) -> Iterator[Finding]:
             "layer",
             "fail",
             f"layers of type {kind!r}: heads here have Llama's (no norms of queries and keys)",
+            "only model_type='llama' can be read",
         )
     for key, text in FLAGS.items():
         if content.get(key, False):
-            yield Finding("norms", "fail", f"{key}: {text}, which no head here does")
+            fix = f"only {key}=false can be read"
+            yield Finding("norms", "fail", f"{key}: {text}, which no head here does", fix)
     if "norm_before_residual" not in content:
         yield Finding(
             "norms",
@@ -166,7 +167,8 @@ def _kind(content: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("norms", "ok", "standard: norms in the layers alone")
     for key in _BESIDE:
         if content.get(key) not in (None, layer_keys.FLAGS[key]):
-            yield Finding("config", "fail", f"{key} is said: no head here computes that")
+            fix = f"only {key}={layer_keys.FLAGS[key]!r} can be read"
+            yield Finding("config", "fail", f"{key} is said: no head here computes that", fix)
 
 
 def _layer_keys(inner: Mapping[str, Any], layer: LlamaConfig, target: Target) -> Iterator[Finding]:
@@ -200,11 +202,16 @@ def _sizes(content: Mapping[str, Any], layer: LlamaConfig, target: Target) -> It
         yield Finding("sizes", "fail", f"{key} is {said}, the target's {real}", "another --target?")
     if not 1 <= layer.num_hidden_layers <= MOST_LAYERS:
         yield Finding(
-            "sizes", "fail", f"{layer.num_hidden_layers} layers, heads have 1 to {MOST_LAYERS}"
+            "sizes",
+            "fail",
+            f"{layer.num_hidden_layers} layers, heads have 1 to {MOST_LAYERS}",
+            f"correct num_hidden_layers of {LAYER}",
         )
-    size = content.get("draft_vocab_size")
+    size, rows = content.get("draft_vocab_size"), "set draft_vocab_size to the rows of lm_head"
     if not isinstance(size, int) or not 1 <= size <= layer.vocab_size:
-        yield Finding("sizes", "fail", f"draft_vocab_size {size} of {layer.vocab_size} tokens")
+        yield Finding(
+            "sizes", "fail", f"draft_vocab_size {size} of {layer.vocab_size} tokens", rows
+        )
     elif not wrong:
         yield Finding("sizes", "ok", f"hidden size {layer.hidden_size}, {size} tokens to guess")
 
@@ -218,7 +225,7 @@ def _layer_ids(content: Mapping[str, Any], target: Target) -> tuple[tuple[int, .
     good = all(isinstance(i, int) and 1 <= i <= total for i in ids) and ids == sorted(set(ids))
     if not ids or not good:
         text = f"{LAYER_IDS} {ids} are not ascending ids of 1 … {total} (0 are the embeddings)"
-        return (), Finding("layers", "fail", text)
+        return (), Finding("layers", "fail", text, f"write {LAYER_IDS} as the head was trained")
     outputs = tuple(i - 1 for i in ids)
     text = f"outputs of layers {list(outputs)} (ids {ids} name the states that go into a layer)"
     if not said:
