@@ -99,6 +99,16 @@ def _text_parts(name: str) -> tuple[Any, GenerationConfig, int]:
         return AutoTokenizer.from_pretrained(source), generation, length
 
 
+def stored_dtype(name: str) -> torch.dtype | None:
+    """The type that a target's own config says its weights are of; None where it says none."""
+    source = models.resolve(name)
+    with models.load_errors(name):
+        if adapter.is_adapter(source):
+            return stored_dtype(_base(Path(source), {})[0])
+        config = AutoConfig.from_pretrained(source)
+        return config.dtype or config.get_text_config(decoder=True).dtype
+
+
 def stop_ids_of(generation: GenerationConfig | None, tokenizer) -> tuple[int, ...]:
     """Every id that ends a reply: the generation config's and the tokenizer's."""
     own = generation.eos_token_id if generation else None

@@ -8,7 +8,7 @@ B batch, T length, H hidden, A auxiliary layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
 
@@ -25,18 +25,26 @@ _ALL_ORDERS = 3  # up to so many auxiliary states every order is tried
 
 @dataclass(frozen=True)
 class Cause:
-    """name: what is changed · fix: how that is mended for good · batch: the changed inputs"""
+    """name: what is changed · fix: how that is mended for good · batch: the changed inputs
+    layers: those that the head should read, where that mends it · training: whether nothing but
+    training does
+    """
 
     name: str
     fix: str
     batch: Batch
+    layers: tuple[int, ...] = ()
+    training: bool = False
 
 
-def causes(target: Target, head: DraftHead, batch: Batch) -> Iterator[Cause]:
-    """Changes of the inputs that make a difference to this kind of head."""
+def causes(
+    target: Target, head: DraftHead, batch: Batch, called: Callable[[str], str] = str
+) -> Iterator[Cause]:
+    """Changes of the inputs that make a difference to this kind of head. called: names of the
+    head's tensors → of the file it came from."""
     if head.needs.aux_layers:
         yield from _layers(target, head.needs.aux_layers, batch)
-        yield from _orders(len(head.needs.aux_layers), batch)
+        yield from _orders(len(head.needs.aux_layers), batch, called("fc.weight"))
     else:
         yield from _last(target, batch)
     yield from _tokens(batch)
@@ -58,19 +66,21 @@ def _layers(target: Target, layers: tuple[int, ...], batch: Batch) -> Iterator[C
         if inside and len(chosen) == len(layers) and chosen != layers:
             told = ", ".join(map(str, chosen))
             fix = f"the head reads the outputs of layers {told}, from 0{why.get(name, '')}"
-            yield Cause(name, fix, replace(batch, aux=read(target, batch, chosen).aux))
+            yield Cause(name, fix, replace(batch, aux=read(target, batch, chosen).aux), chosen)
 
 
-def _orders(count: int, batch: Batch) -> Iterator[Cause]:
+def _orders(count: int, batch: Batch, joined: str) -> Iterator[Cause]:
+    """joined: the weight that reads them side by side"""
     usual = tuple(range(count))
     orders = permutations(usual) if count <= _ALL_ORDERS else [usual[::-1]]
     parts = batch.aux.unflatten(-1, (count, -1))
     for order in orders:
         if order != usual:
             told = ", ".join(str(place + 1) for place in order)
+            back = ", ".join(str(order.index(place) + 1) for place in usual)
             yield Cause(
                 f"auxiliary states in the order {told}",
-                "bring the parts of fc into the order low, middle, high",
+                f"put the {count} column blocks of {joined} into the order {back}",
                 replace(batch, aux=parts[:, :, list(order)].flatten(-2)),
             )
 
@@ -85,8 +95,10 @@ def _last(target: Target, batch: Batch) -> Iterator[Cause]:
         "last state without the final norm",
         fix,
         replace(batch, last=_unnormed(target, norm, batch)),
+        training=True,
     )
-    yield Cause("last state normed twice", fix, replace(batch, last=norm(batch.last)))
+    twice = replace(batch, last=norm(batch.last))
+    yield Cause("last state normed twice", fix, twice, training=True)
 
 
 def _unnormed(target: Target, norm: torch.nn.Module, batch: Batch) -> Tensor:
@@ -105,9 +117,11 @@ def _tokens(batch: Batch) -> Iterator[Cause]:
         "fed x[t] in the place of x[t+1]",
         "train the head with the token behind each state, not the state's own",
         replace(batch, tokens=batch.tokens.roll(1, dims=1)),
+        training=True,
     )
     yield Cause(
         "fed x[t+2] in the place of x[t+1]",
         "it was trained with the token that it has to guess; train it with the one before",
         replace(batch, tokens=batch.tokens.roll(-1, dims=1)),
+        training=True,
     )

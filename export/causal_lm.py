@@ -64,13 +64,13 @@ class CausalLmReader(Reader):
         layers = found.config.get("num_hidden_layers", 0)
         if not isinstance(layers, int) or layers > len(found.shapes):
             text = f"config.json says {layers} layers, there are {len(found.shapes)} tensors"
-            yield Finding("config", "fail", text)
+            yield Finding("config", "fail", text, "correct num_hidden_layers in config.json")
             return
         try:
             with torch.device("meta"):
                 model = draft_init.build(_content(found.config))
         except SpectrainError as error:
-            yield Finding("config", "fail", error.what)
+            yield Finding("config", "fail", error.what, error.fix or "")
             return
         yield Finding("config", "ok", f"{type(model).__name__}, {layers} layers")
         yield from _names(found, model)
@@ -91,6 +91,15 @@ class CausalLmReader(Reader):
         head.check_target(target, str(folder))
         head.config = head.config.model_copy(update={"steps": _steps(folder)})
         return head
+
+    def called(self, found: Found, name: str) -> str:
+        """The library puts a name of the model's own in the place of our `decoder`."""
+        rest = name.removeprefix("decoder.")
+        for ending in ("", ".weight"):
+            mine = [one for one in found.shapes if f".{one}".endswith(f".{rest}{ending}")]
+            if len(mine) == 1:
+                return mine[0].removesuffix(ending)
+        return rest
 
 
 class CausalLmWriter(Writer):
@@ -200,7 +209,10 @@ def _tokens(found: Found, target: Target) -> Finding:
         difference = first_difference(AutoTokenizer.from_pretrained(folder), target.tokenizer)
     except Exception as error:  # whatever the library makes of the files
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Finding("tokenizer", "fail", f"the tokenizer cannot be loaded ({reason})")
+        text = f"the tokenizer cannot be loaded ({reason})"
+        return Finding(
+            "tokenizer", "fail", text, "copy the target's tokenizer files into the folder"
+        )
     if difference is not None:
         text = f"the tokenizer is not the target's: {difference}"
         return Finding("tokenizer", "fail", text, "use a draft with the target's tokenizer")

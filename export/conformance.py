@@ -19,11 +19,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from spectrain.export import eagle_config
+from spectrain.export import layer_keys
 from spectrain.export.layout import Encoded
 
 # Keys that make another head of an EAGLE head, with the only value that leaves it as it is.
-PLAIN = eagle_config.FLAGS | {"layer_types": None, "sliding_window": None}
+PLAIN = layer_keys.FLAGS | {"layer_types": None, "sliding_window": None}
 FOLDER = Path(__file__).parent / "facts"
 _BINARY = {
     ast.Add: operator.add,

@@ -87,12 +87,14 @@ def _content(d2t: Tensor, t2d: Tensor | None, target: Target) -> Iterator[Findin
         grows = len(d2t) > 2 and bool((d2t[1:] > d2t[:-1]).all())
         verdict = "warn" if grows else "note"
         text = "no t2d to check d2t by" + (": it may hold absolute ids" if grows else "")
-        yield Finding(CHECK, verdict, text)
+        fix = "write t2d beside d2t: true for each id i + d2t[i]" if grows else ""
+        yield Finding(CHECK, verdict, text, fix)
     if not d2t.any() and len(ids) < usable:
         text = f"d2t is all zeros: the draft vocabulary is the first {len(ids)} ids"
         yield Finding(CHECK, "warn", text, "take d2t from the training that made the head")
     if int(ids[-1]) >= usable:
-        yield Finding(CHECK, "warn", "rows beyond the tokenizer are guessed")
+        text = "rows beyond the tokenizer are guessed"
+        yield Finding(CHECK, "warn", text, f"leave ids from {usable} on out of d2t and lm_head")
     if missing := sorted(set(target.stop_ids) - known):
         text = f"stop tokens {missing[:5]} are missing: no draft ends a reply"
         yield Finding(CHECK, "warn", text, "train with a draft vocabulary that holds them")

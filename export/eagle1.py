@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from spectrain.core.target import Target
-from spectrain.export import eagle_config, eagle_launch, rope
+from spectrain.export import eagle_config, eagle_launch, layer_keys, rope
 from spectrain.export.eagle_config import EMBEDDING
 from spectrain.export.found import Found
 from spectrain.export.layout import (
@@ -39,7 +39,7 @@ from spectrain.heads.base import DraftHead, TargetFacts
 from spectrain.heads.eagle1 import Eagle1Config, Eagle1Head, Eagle1Options
 
 _FC, _BIAS = "fc.weight", "fc.bias"
-_FLAGS = eagle_config.FLAGS | {"num_hidden_layers": 1, "hot_vocab_size": None}
+_FLAGS = layer_keys.FLAGS | {"num_hidden_layers": 1, "hot_vocab_size": None}
 
 
 class Eagle1Reader(Reader):
@@ -57,13 +57,16 @@ class Eagle1Reader(Reader):
         return layer and _FC in names
 
     def findings(self, found: Found, target: Target) -> Iterator[Finding]:
-        found = eagle_config.renamed(found, _plain)
+        found = found.renamed(_plain)
         sizes, problems = eagle_config.read_sizes(found.config)
         yield from problems
         if sizes is None:
             return
-        yield from eagle_config.flag_findings(found.config, _FLAGS)
-        yield from eagle_config.differences(found.config, sizes, target)
+        yield from layer_keys.flag_findings(found.config, _FLAGS)
+        yield from layer_keys.differences(found.config, sizes, target)
+        if found.config.get("tie_word_embeddings"):
+            text = "tie_word_embeddings is true: SGLang stops where both tables are one"
+            yield Finding("lm_head", "warn", text, "set tie_word_embeddings to false")
         yield from _fits(sizes, target)
         checks = [
             *compare_names(
@@ -86,7 +89,7 @@ class Eagle1Reader(Reader):
             yield Finding("embedding", "fail", text, "check that --target is the head's own")
 
     def build(self, found: Found, target: Target) -> DraftHead:
-        found = eagle_config.renamed(found, _plain)
+        found = found.renamed(_plain)
         sizes, _ = eagle_config.read_sizes(found.config)
         sizes.pop("num_hidden_layers")
         names = [n for n in found.shapes if n != EMBEDDING and not n.endswith(rope.INV_FREQ)]
@@ -110,21 +113,24 @@ class Eagle1Reader(Reader):
         )
         return head
 
+    def called(self, found: Found, name: str) -> str:
+        return found.renamed(_plain).called(name)
+
     def suspects(self, found: Found, target: Target) -> Iterator[Suspect]:
         if eagle_config.unreadable(self.findings(found, target)):
             return
-        found = eagle_config.renamed(found, _plain)
+        found = found.renamed(_plain)
         sizes, _ = eagle_config.read_sizes(found.config)
         left, right = found.read(_FC).chunk(2, dim=1)
         yield Suspect(
             "fc reads [hidden, embedding] instead of [embedding, hidden]",
-            "swap the halves of fc's columns",
+            f"swap the halves of the columns of {found.called(_FC)}",
             found.edited(tensors={_FC: torch.cat([right, left], dim=1)}),
         )
         if keys := eagle_config.rope_suspect(found, sizes, target):
             yield Suspect(
                 "rotary positions that are not the target's",
-                "take the rotary keys of the target's config",
+                rope.told(keys["rope_parameters"]),
                 found.edited(config=keys),
             )
 

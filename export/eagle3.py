@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from spectrain.core.target import Target
-from spectrain.export import aux_layers, draft_vocabulary, eagle_config, rope
+from spectrain.export import aux_layers, draft_vocabulary, eagle_config, layer_keys, rope
 from spectrain.export.eagle_config import EMBEDDING
 from spectrain.export.found import Found
 from spectrain.export.layout import Finding, Reader, Suspect, compare_names
@@ -32,7 +32,7 @@ from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head, Eagle3Options
 MAPS = ("d2t", "t2d")
 _FC, _MOST_LAYERS = "fc.weight", 8  # layers, of Eagle3Options
 _WIDE = [f"midlayer.self_attn.{part}_proj.weight" for part in "qkv"]
-_FLAGS = eagle_config.FLAGS | {"bias": False, "parallel_drafting": False}
+_FLAGS = layer_keys.FLAGS | {"bias": False, "parallel_drafting": False}
 _NESTED_FLAGS = {
     "use_aux_hidden_state": True,
     "norm_before_fc": False,
@@ -64,16 +64,16 @@ class Eagle3Reader(Reader):
         if sizes is None:
             return
         nested = found.config.get(aux_layers.NESTED)
-        yield from eagle_config.flag_findings(found.config, _FLAGS)
-        yield from eagle_config.differences(found.config, sizes, target)
+        yield from layer_keys.flag_findings(found.config, _FLAGS)
+        yield from layer_keys.differences(found.config, sizes, target)
         if isinstance(nested, dict):
-            yield from eagle_config.flag_findings(nested, _NESTED_FLAGS)
+            yield from layer_keys.flag_findings(nested, _NESTED_FLAGS)
         elif nested is not None:
-            yield Finding("config", "fail", "eagle_config is no JSON object")
+            yield Finding("config", "fail", "eagle_config is no JSON object", "leave it out")
         if found.config.get("tie_word_embeddings"):
             text = "tie_word_embeddings is true: SGLang would use the embedding as lm_head"
             yield Finding("lm_head", "warn", text, "set tie_word_embeddings to false")
-        outputs, seen = aux_layers.read(found.config, target.num_layers)
+        outputs, seen = _layers(found, target)
         yield from seen
         checks = [
             *compare_names(
@@ -99,7 +99,7 @@ class Eagle3Reader(Reader):
     def build(self, found: Found, target: Target) -> DraftHead:
         found = canonical(found)
         sizes, _ = _sizes(found, target)
-        outputs, _ = aux_layers.read(found.config, target.num_layers)
+        outputs, _ = _layers(found, target)
         own = EMBEDDING in found.shapes and not eagle_config.embedding_is_targets(found, target)
         options = Eagle3Options(
             aux_layers=outputs,
@@ -119,19 +119,25 @@ class Eagle3Reader(Reader):
         head.load_state_dict(tensors)
         return head
 
+    def layers_key(self, layers: tuple[int, ...]) -> str:
+        return f"{aux_layers.KEY} to {[layer + 1 for layer in layers]} (layer inputs)"
+
+    def called(self, found: Found, name: str) -> str:
+        return canonical(found).called(name)
+
     def suspects(self, found: Found, target: Target) -> Iterator[Suspect]:
         if eagle_config.unreadable(self.findings(found, target)):
             return
         found = canonical(found)
         sizes, _ = _sizes(found, target)
-        outputs, _ = aux_layers.read(found.config, target.num_layers)
+        outputs, _ = _layers(found, target)
         for by in (-1, 1):
             if outputs and outputs[0] + by >= 0 and outputs[-1] + by < target.num_layers:
                 config = aux_layers.shifted(found.config, outputs, by)
                 yield Suspect(
                     f"the layers read are one too {'high' if by < 0 else 'low'}",
-                    f"in config.json, set {aux_layers.KEY} to {config[aux_layers.KEY]} (layer "
-                    "inputs), and name none elsewhere",
+                    f"in config.json, set {self.layers_key(tuple(o + by for o in outputs))}, and "
+                    "name none elsewhere",
                     found.edited(config=config),
                 )
         if "d2t" in found.shapes:
@@ -140,25 +146,29 @@ class Eagle3Reader(Reader):
             parts = found.read(_FC).chunk(len(outputs), dim=1)
             yield Suspect(
                 "fc reads the states from high to low",
-                "reverse the order of fc's column blocks",
+                f"reverse the order of the {len(outputs)} column blocks of {found.called(_FC)}",
                 found.edited(tensors={_FC: torch.cat(parts[::-1], dim=1)}),
             )
         yield Suspect(
             "q, k and v read [hidden, embedding] instead of [embedding, hidden]",
-            "swap the halves of their columns",
+            f"swap the halves of the columns of {', '.join(map(found.called, _WIDE))}",
             found.edited(tensors={name: _swapped(found.read(name)) for name in _WIDE}),
         )
         if keys := eagle_config.rope_suspect(found, sizes, target):
             yield Suspect(
                 "rotary positions that are not the target's",
-                "take the rotary keys of the target's config",
+                rope.told(keys["rope_parameters"]),
                 found.edited(config=keys),
             )
 
 
+def _layers(found: Found, target: Target) -> tuple[tuple[int, ...] | None, list[Finding]]:
+    return aux_layers.read(found.config, target.num_layers, target.config.model_type)
+
+
 def canonical(found: Found) -> Found:
     """The tensors under the names that our head's modules have."""
-    return eagle_config.renamed(found, _own_name)
+    return found.renamed(_own_name)
 
 
 def _own_name(name: str) -> str:
@@ -201,16 +211,19 @@ def _sizes(found: Found, target: Target) -> tuple[dict[str, Any] | None, list[Fi
         text = f"draft_vocab_size is missing; lm_head has {draft} rows"
         seen.append(Finding("config", "note", text, "write it: SGLang would share the target's"))
     if type(draft) is not int or draft < 1:
-        seen.append(Finding("config", "fail", "draft_vocab_size is not a size"))
+        seen.append(
+            Finding("config", "fail", "draft_vocab_size is no size", "set it to lm_head's rows")
+        )
     if sizes["num_hidden_layers"] > _MOST_LAYERS:
         text = (
             f"num_hidden_layers is {sizes['num_hidden_layers']}, a head has {_MOST_LAYERS} at most"
         )
-        seen.append(Finding("config", "fail", text))
+        seen.append(Finding("config", "fail", text, "correct num_hidden_layers in config.json"))
     apart = sizes["hidden_size"] != target.hidden_size
     if apart and EMBEDDING not in found.shapes:
         text = f"a head {sizes['hidden_size']} wide cannot read the target's embedding"
-        seen.append(Finding("embedding", "fail", f"{text} and has none of its own"))
+        text, fix = f"{text} and has none of its own", f"put {EMBEDDING} of the head into the file"
+        seen.append(Finding("embedding", "fail", text, fix))
     failed = any(one.verdict == "fail" for one in seen)
     return (None if failed else sizes | {"draft_vocab_size": draft}), seen
 

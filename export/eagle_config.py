@@ -9,8 +9,7 @@ H hidden, I MLP width, A query heads, G kv heads, d head size, V vocabulary.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,27 +23,7 @@ from spectrain.heads.registry import FAMILIES
 
 EMBEDDING = "embed_tokens.weight"
 _FLOATS = {"F32", "BF16", "F16"}
-_WHOLE = {"full_attention"}  # kinds of layers that our heads have
 _ROWS = 8192  # of an embedding that are compared at a time
-
-# What else a config may ask for, and the only value that our heads compute.
-FLAGS: dict[str, Any] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "qkv_bias": False,
-    "norm_before_residual": False,
-    "norm_before_fc": False,
-    "norm_output": False,
-    "fc_norm": False,
-    "use_aux_norm": False,
-    "logit_scale": 1.0,
-    "partial_rotary_factor": 1.0,
-    "rope_is_neox_style": True,
-    "quantization_config": None,
-    "compression_config": None,
-}
-_FAR = 20.0  # times the target's rms_norm_eps; 1e-5 beside 1e-6 is met in good heads
 
 
 # ── reading ──────────────────────────────────────────────────────────────────
@@ -54,21 +33,6 @@ def foreign(found: Found) -> bool:
     """Whether the config says that this is another layout, whatever the tensors are called."""
     marks = {"speculators_model_type", "speculators_config", "transformer_layer_config"}
     return found.config.get("family") in FAMILIES or bool(marks & found.config.keys())
-
-
-def renamed(found: Found, rename: Callable[[str], str]) -> Found:
-    """The same tensors under other names; one whose new name is taken keeps its own, and is then
-    unknown to every layout."""
-    names = {name: name for name in found.shapes if rename(name) == name}
-    for old in sorted(found.shapes.keys() - names.keys()):
-        names[old if rename(old) in names else rename(old)] = old
-    return replace(
-        found,
-        shapes={new: found.shapes[old] for new, old in names.items()},
-        dtypes={new: found.dtypes[old] for new, old in names.items()},
-        _read=lambda name: found.read(names[name]),
-        _edits={},
-    )
 
 
 def read_sizes(config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[Finding]]:
@@ -98,46 +62,12 @@ def read_sizes(config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[F
     }
     eps = sizes["rms_norm_eps"]
     if type(eps) not in (int, float) or not 0 <= eps < 1:
-        problems.append(Finding("config", "fail", f"rms_norm_eps is {reprlib.repr(eps)}"))
+        text = f"rms_norm_eps is {reprlib.repr(eps)}"
+        problems.append(Finding("config", "fail", text, "a number like 1e-6 is wanted"))
     if heads % sizes["num_key_value_heads"] or sizes["head_dim"] % 2:
         text = "query heads are no multiple of kv heads, or the head size is odd"
         problems.append(Finding("config", "fail", text, "correct the sizes in config.json"))
     return (None if problems else sizes), problems
-
-
-def flag_findings(config: Mapping[str, Any], flags: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether the head is of the kind that our heads are: one finding for each key that is not."""
-    wrong = False
-    for name, ours in flags.items():
-        value = config.get(name)
-        if value is not None and value != ours:
-            wrong = True
-            text = f"{name} is {reprlib.repr(value)}: no head here computes that"
-            yield Finding("config", "fail", text, f"only {name}={ours!r} can be read")
-    if not wrong:
-        yield Finding("config", "ok", "norms, biases and activation as our heads have them")
-
-
-def differences(
-    config: Mapping[str, Any], sizes: Mapping[str, Any], target: Target
-) -> Iterator[Finding]:
-    """Where the layer sees less of a text than our heads do, or another target's numbers."""
-    kinds = config.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or set(map(str, kinds)) != _WHOLE):
-        text = f"layer_types is {reprlib.repr(kinds)}: heads here attend to the whole text"
-        yield Finding("config", "fail", text)
-    window = config.get("sliding_window")
-    if window is not None and config.get("use_sliding_window") is not False:
-        text = f"sliding_window is {reprlib.repr(window)}: heads here attend to the whole text"
-        yield Finding("config", "warn", text, "set use_sliding_window to false if it has none")
-    longest = sizes["max_position_embeddings"]
-    if longest < target.max_length:
-        text = f"positions end at {longest}, those of the target at {target.max_length}"
-        yield Finding("config", "warn", text, "set max_position_embeddings to the target's")
-    eps, theirs = sizes["rms_norm_eps"], getattr(target.config, "rms_norm_eps", None)
-    if theirs and not theirs / _FAR < eps < theirs * _FAR:
-        text = f"rms_norm_eps is {eps:g}, that of the target {theirs:g}"
-        yield Finding("config", "warn", text, "check that it is the one that the head had")
 
 
 def type_findings(found: Found, integers: Mapping[str, set[str]]) -> Iterator[Finding]:
@@ -147,7 +77,9 @@ def type_findings(found: Found, integers: Mapping[str, set[str]]) -> Iterator[Fi
     for name, kind in sorted(found.dtypes.items()):
         allowed = integers.get(name, _FLOATS)
         if kind not in allowed:
-            text = f"{name} is stored as {kind}, expected {' or '.join(sorted(allowed))}"
+            text = (
+                f"{found.called(name)} is stored as {kind}, expected {' or '.join(sorted(allowed))}"
+            )
             yield Finding("types", "fail", text, "dequantise the head, or export it again")
         elif allowed is _FLOATS:
             kinds.add(kind)

@@ -45,7 +45,10 @@ def sglang(head: DraftHead, reference: Reference, algorithm: str) -> Launch:
         f"--speculative-num-steps {depth} --speculative-eagle-topk {children} "
         f"--speculative-num-draft-tokens {nodes + 1} --dtype {_half(reference)}",
         note=("The tree is that of the head's config." if tree else _chain_note(head))
-        + " --dtype is that of target and head alike: name the one that the target is stored in.",
+        + " --dtype is that of target and head alike: "
+        + ("the one" if reference.stored else "name the one")
+        + " that the target is stored in"
+        + (", float32 rounded to bfloat16." if reference.stored == torch.float32 else "."),
     )
 
 
@@ -93,8 +96,9 @@ def safeai(head: DraftHead, reference: Reference, third: bool) -> Launch:
 
 
 def _half(reference: Reference) -> str:
-    """The target's type; bfloat16 for one in float32, which a CPU makes of whatever is stored."""
-    kind = reference.target.dtype
+    """The type that the target is stored in, whatever it was loaded as here; bfloat16 for float32,
+    of which SGLang would make float16."""
+    kind = reference.stored or reference.target.dtype
     return str(torch.bfloat16 if kind == torch.float32 else kind).removeprefix("torch.")
 
 

@@ -6,6 +6,7 @@ Nothing but headers is read before a tensor is asked for, and no code of a check
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ class Found:
     _read: Callable[[str], Tensor]
     _edits: Mapping[str, Tensor] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
+    _called: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path | str) -> Found:
@@ -61,6 +63,39 @@ class Found:
     def read(self, name: str) -> Tensor:
         """A tensor in the type it is stored in."""
         return self._edits[name] if name in self._edits else self._read(name)
+
+    def renamed(self, rename: Callable[[str], str]) -> Found:
+        """The same tensors under other names; one whose new name is taken keeps its own, and is
+        then unknown to every layout."""
+        names = {name: name for name in self.shapes if rename(name) == name}
+        for old in sorted(self.shapes.keys() - names.keys()):
+            names[old if rename(old) in names else rename(old)] = old
+        return replace(
+            self,
+            shapes={new: self.shapes[old] for new, old in names.items()},
+            dtypes={new: self.dtypes[old] for new, old in names.items()},
+            _read=lambda name: self.read(names[name]),
+            _edits={},
+            _called={new: self.called(old) for new, old in names.items()},
+        )
+
+    def called(self, name: str) -> str:
+        """What the file itself calls a tensor, or the module that it is the weight of; of one that
+        is not there, the name that goes with those nearest to it."""
+        for ending in ("", ".weight") if self._called else ():
+            if name + ending in self._called:
+                return self._called[name + ending].removesuffix(ending)
+        parts = name.split(".")
+        for length in reversed(range(len(parts) if self._called else 0)):
+            start = "".join(f"{part}." for part in parts[:length])
+            beside = Counter(
+                theirs.removesuffix(ours.removeprefix(start))
+                for ours, theirs in self._called.items()
+                if ours.startswith(start) and theirs.endswith(ours.removeprefix(start))
+            )
+            if beside:
+                return beside.most_common(1)[0][0] + name.removeprefix(start)
+        return name
 
     def edited(
         self, config: Mapping[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
+from spectrain.export import rope
 from spectrain.export.layout import Finding
 from spectrain.export.stored import names_of
 from spectrain.export.untouched import judged
@@ -20,21 +21,21 @@ from spectrain.heads.base import DraftHead
 from spectrain.heads.eagle3_init import rope_parameters
 from spectrain.heads.layers import RMSNorm, Rotary
 
-_ROWS_FIX = "bring lm_head and the draft vocabulary into one order, by ascending token"
+Called = Callable[[str], str]  # names of a head's tensors and modules → of the file it came from
 _ROWS = 256  # rows of an output layer that are compared with the target's
 _ALIKE = 0.6  # cosine from which a row is taken for a copy of a target's row that was trained on
 _IGNORED = 1e-2  # a part of fc this small beside its largest hardly reads its layer
 
 
 @torch.no_grad()
-def findings(head: DraftHead, target: Target) -> Iterator[Finding]:
+def findings(head: DraftHead, target: Target, called: Called = str) -> Iterator[Finding]:
     """Of a head bound to `target`: what it guesses, reads and has learnt."""
     yield _stops(head, target)
     yield from _layers(head, target)
     yield from _rope(head, target)
-    yield from _outputs(head, target)
-    yield from _norms(head)
-    yield from _learnt(head, target)
+    yield from _outputs(head, target, called)
+    yield from _norms(head, called)
+    yield from _learnt(head, target, called)
 
 
 def _stops(head: DraftHead, target: Target) -> Finding:
@@ -60,7 +61,8 @@ def _layers(head: DraftHead, target: Target) -> Iterator[Finding]:
         return
     told = f"reads the outputs of layers {_list(layers)} of 0 … {target.num_layers - 1}"
     if not can_be_fed(head, target):
-        yield Finding("auxiliary layers", "fail", f"{told}: there is no such layer")
+        fix = "name layers that there are, or give the target that the head was trained for"
+        yield Finding("auxiliary layers", "fail", f"{told}: there is no such layer", fix)
         return
     usual = target.default_aux_layers() if target.num_layers > 2 else layers
     also = "the usual ones" if layers == usual else f"usual are {_list(usual)}"
@@ -107,7 +109,7 @@ def _rope(head: DraftHead, target: Target) -> Iterator[Finding]:
             "positions turn by other angles than the target's: slowest pair {:.3g} radians a "
             "position, the target's {:.3g}".format(*slowest)
         )
-        yield Finding("rope", "warn", text, "check rope_theta and the rope scaling of the config")
+        yield Finding("rope", "warn", text, rope.told(rope_parameters(target.config)))
     elif own:
         turns = _turns(next(iter(own.values())))
         text = f"angles are the target's, {turns[0]:.3g} … {turns[-2]:.3g} radians a position"
@@ -121,7 +123,7 @@ def _output_layers(head: DraftHead) -> dict[str, nn.Linear]:
     return {n: m for n, m in named if isinstance(m, nn.Linear) and m.out_features == size}
 
 
-def _outputs(head: DraftHead, target: Target) -> Iterator[Finding]:
+def _outputs(head: DraftHead, target: Target, called: Called) -> Iterator[Finding]:
     layers, size = _output_layers(head), head.config.draft_vocab_size
     if not layers:
         return
@@ -131,14 +133,24 @@ def _outputs(head: DraftHead, target: Target) -> Iterator[Finding]:
     for name, layer in layers.items():
         repeated, moved = _repeated(layer.weight) - expected, _moved(layer.weight, theirs)
         if repeated > 0:
-            text = f"{name}: {repeated:,} of {size:,} rows are constant or repeat another row"
-            problems.append(Finding("output rows", "warn", text, "look where it was converted"))
+            text = (
+                f"{called(name)}: {repeated:,} of {size:,} rows are constant or repeat another row"
+            )
+            problems.append(Finding("output rows", "warn", text, "convert the head again"))
         if moved:
-            text = f"{name}: {moved:.0%} of the rows are those of other tokens than the map says"
-            problems.append(Finding("output rows", "fail", text, _ROWS_FIX))
+            text = f"{called(name)}: {moved:.0%} of the rows are of other tokens than the map says"
+            problems.append(Finding("output rows", "fail", text, _in_order(called(name))))
     yield from problems
     if not problems:
-        yield Finding("output rows", "ok", f"{names_of(list(layers))}: rows differ, none is moved")
+        yield Finding(
+            "output rows",
+            "ok",
+            f"{names_of([called(n) for n in layers])}: rows differ, none is moved",
+        )
+
+
+def _in_order(name: str) -> str:
+    return f"sort the rows of {name} by token: weight[ids.argsort()], ids: the token of each row"
 
 
 def _repeated(weight: Tensor) -> int:
@@ -171,7 +183,7 @@ def _likeness(rows: Tensor, theirs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mends(
-    head: DraftHead, target: Target
+    head: DraftHead, target: Target, called: Called = str
 ) -> Iterator[tuple[str, str, Callable[[DraftHead], None]]]:
     """What can be mended in a head like this one: name, fix, and what to do with another copy."""
     rotary = target_rotary(head, target)
@@ -181,7 +193,8 @@ def mends(
             for name, theirs in rotary.items():
                 other.set_submodule(name, theirs.to(target.device))
 
-        yield "rotary positions of the target", "mend rope_theta or the rope scaling", turn
+        fix = rope.told(rope_parameters(target.config))
+        yield "rotary positions of the target", fix, turn
     theirs = target.readout.weight[head.draft_ids]
     moved = [n for n, one in _output_layers(head).items() if _moved(one.weight, theirs)]
     if moved:
@@ -193,13 +206,14 @@ def mends(
                 parts = [_likeness(part, theirs).argmax(-1) for part in weight.split(_ROWS)]
                 weight[torch.cat(parts)] = weight.clone()
 
-        yield "output rows in the order of the target's", _ROWS_FIX, sort
+        fix = _in_order(called(moved[0]))
+        yield "output rows in the order of the target's", fix, sort
 
 
-def _norms(head: DraftHead) -> Iterator[Finding]:
+def _norms(head: DraftHead, called: Called) -> Iterator[Finding]:
     norms = {n: one.weight for n, one in head.named_modules() if isinstance(one, RMSNorm)}
-    zero = [name for name, weight in norms.items() if not weight.any()]
-    ones = [name for name, weight in norms.items() if bool((weight == 1).all())]
+    zero = [called(name) for name, weight in norms.items() if not weight.any()]
+    ones = [called(name) for name, weight in norms.items() if bool((weight == 1).all())]
     if zero:
         text = f"all zeros, so that nothing passes: {names_of(zero)}"
         yield Finding("norms", "fail", text, "the weight was lost; convert the head again")
@@ -210,20 +224,20 @@ def _norms(head: DraftHead) -> Iterator[Finding]:
         yield Finding("norms", "ok", f"{len(norms)}, neither all zeros nor all ones")
 
 
-def _learnt(head: DraftHead, target: Target) -> Iterator[Finding]:
+def _learnt(head: DraftHead, target: Target, called: Called) -> Iterator[Finding]:
     beside = judged(head, target)
     if beside.never_trained:
         yield Finding("trained", "fail", "every weight is that of a new head", "train the head")
     elif same := beside.untouched:
-        text = f"not trained, as in a new head: {names_of(same)}"
+        text = f"not trained, as in a new head: {names_of([called(name) for name in same])}"
         # An output layer that is kept as the target's is common, and no layout tells of it.
         yield Finding("trained", "note", text, "see that this was frozen, and not lost")
     else:
         yield Finding("trained", "ok", "no weight is that of a new head")
-    yield from _ignored(head, target)
+    yield from _ignored(head, target, called)
 
 
-def _ignored(head: DraftHead, target: Target) -> Iterator[Finding]:
+def _ignored(head: DraftHead, target: Target, called: Called) -> Iterator[Finding]:
     """An auxiliary layer that the layer joining them hardly reads."""
     count = len(head.needs.aux_layers)
     width = count * target.hidden_size
@@ -233,7 +247,7 @@ def _ignored(head: DraftHead, target: Target) -> Iterator[Finding]:
             small = (parts < _IGNORED * parts.max()).tolist()
             if any(small):
                 layers = [n for n, one in zip(head.needs.aux_layers, small, strict=True) if one]
-                text = f"{name} hardly reads layer {_list(layers)}"
+                text = f"{called(name)} hardly reads layer {_list(layers)}"
                 yield Finding(
                     "auxiliary layers", "note", f"{text} (size of its parts: {_sizes(parts)})"
                 )

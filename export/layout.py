@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from spectrain.core.embedded import EMBEDDED
@@ -77,16 +78,27 @@ class Reader(ABC):
         """What to try when nothing is accepted."""
         return iter(())
 
+    def layers_key(self, layers: tuple[int, ...]) -> str:
+        """The key of config.json, with its value, that says that these outputs of the target's
+        layers are read; "" where the layout has none."""
+        return ""
+
+    def called(self, found: Found, name: str) -> str:
+        """What the file calls a tensor, or a module, of the head that `build` makes of it."""
+        return name
+
 
 @dataclass(frozen=True)
 class Reference:
     """The target of an export: loaded, and as others call it.
 
     name: hub id or path that engines are started with
+    stored: the type its own config names, which engines run it in; None where it is not known
     """
 
     target: Target
     name: str
+    stored: torch.dtype | None = None
 
     @property
     def here(self) -> str:
@@ -164,7 +176,7 @@ def load(
         )
     head = reader.build(found, target)
     head.check_vocabulary(str(found.path))
-    require_finite(head, str(found.path))
+    require_finite(head, str(found.path), lambda name: reader.called(found, name))
     return head.to(target.device).bind(target.readout).eval()
 
 
@@ -181,11 +193,12 @@ def compare_names(
     numbers or truths about tokens; all others are weights.
     """
     wanted = {name: tuple(shape) for name, shape in expected.items()}
-    problems = [f"missing {name}" for name in sorted(wanted.keys() - found.shapes.keys())]
+    missing = wanted.keys() - found.shapes.keys()
+    problems = [f"missing {found.called(name)}" for name in sorted(missing)]
     unknown = found.shapes.keys() - wanted.keys() - set(ignored)
-    problems += [f"unknown {name}" for name in sorted(unknown)]
+    problems += [f"unknown {found.called(name)}" for name in sorted(unknown)]
     problems += [
-        f"{name} has shape {found.shapes[name]}, expected {shape}"
+        f"{found.called(name)} has shape {found.shapes[name]}, expected {shape}"
         for name, shape in sorted(wanted.items())
         if found.shapes.get(name, shape) != shape
     ]
@@ -193,8 +206,8 @@ def compare_names(
     for name in sorted(wanted.keys() & found.dtypes.keys()):
         types = WHOLE if name in ids else FLOATING
         if found.dtypes[name] not in types:
-            kind = f"{name} is stored as {found.dtypes[name]}, not as one of {', '.join(types)}"
-            problems.append(kind)
+            text = f"{found.called(name)} is stored as {found.dtypes[name]}"
+            problems.append(f"{text}, not as one of {', '.join(types)}")
     for text in problems:
         yield Finding("tensors", "fail", text, "export the head again for this format")
     if not problems:

@@ -72,6 +72,9 @@ class MedusaReader(Reader):
         head.load_state_dict(state)
         return head
 
+    def called(self, found: Found, name: str) -> str:
+        return _prefix(found) + name.removeprefix(OURS)
+
 
 class MedusaWriter(Writer):
     """Heads over every token, without a bias."""
@@ -115,6 +118,10 @@ def _names(found: Found) -> list[str]:
     return [name for name in found.shapes if _NAME.fullmatch(name)]
 
 
+def _prefix(found: Found) -> str:
+    return PREFIX if any(name.startswith(PREFIX) for name in found.shapes) else ""
+
+
 def _config(found: Found, target: Target) -> tuple[MedusaConfig, bool]:
     """What the names say, and whether the heads have output layers of their own."""
     places = [_NAME.fullmatch(name).groups() for name in _names(found)]
@@ -138,7 +145,7 @@ def _config(found: Found, target: Target) -> tuple[MedusaConfig, bool]:
 def _expected(
     config: MedusaConfig, found: Found, own_output: bool
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    prefix = PREFIX if any(name.startswith(PREFIX) for name in found.shapes) else ""
+    prefix = _prefix(found)
     with torch.device("meta"):
         state = MedusaHead(config).state_dict()
     for name, value in state.items():

@@ -10,7 +10,9 @@ N target layers, K modules, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import reprlib
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +33,15 @@ from spectrain.heads.mtp_sequential import (
 STEPS = "mtp_steps"  # of a module that is used again and again
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 _TYPES = ("F32", "F16", "BF16")
+# Keys that no layer is computed by: what is compared elsewhere, and what is of training, of
+# tokens, of files.
+_IDLE = {
+    *COUNTS, STEPS, "mtp_layer_types", "mtp_mlp_layer_types", "rope_parameters", "rope_theta",
+    "rope_scaling", "max_position_embeddings", "tie_word_embeddings", "attention_dropout",
+    "initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
+    "architectures", "auto_map", "dtype", "torch_dtype", "model_type", "transformers_version",
+    "quantization_config",
+}  # fmt: skip
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -62,14 +73,16 @@ class MtpReader(Reader):
         count = names.count
         yield from self._promises(config, count)
         if self.layout.name == "qwen3-next" and count > 1:
-            yield Finding("layers", "fail", f"{count} layers behind one mtp.fc are not supported")
+            yield Finding(
+                "layers", "fail", f"{count} layers behind one mtp.fc are not supported", "keep one"
+            )
             return
         try:
             builder = LayerBuilder(LayerKind.of(target.config))
         except SpectrainError as error:
             yield Finding("layers", "fail", error.what, error.fix or "")
             return
-        yield _rope(config, builder)
+        yield from _config(config, builder, target)
         # Shapes alone are wanted.
         with torch.device("meta"):
             modules = [MtpModule(builder, index) for index in range(count)]
@@ -113,6 +126,9 @@ class MtpReader(Reader):
             found.edited(tensors={name: swap(found.read(name)) for name in projections}),
         )
 
+    def called(self, found: Found, name: str) -> str:
+        return self._names(found).called(name)
+
     def _names(self, found: Found) -> Names:
         return Names(self.layout, found.config["num_hidden_layers"], found.shapes)
 
@@ -126,7 +142,8 @@ class MtpReader(Reader):
             text = f"the config does not say that there are {count} MTP layers"
             yield Finding("layers", "warn", text, f"engines look for {' or '.join(COUNTS)}")
         if config.get(STEPS, 1) != _steps(config):
-            yield Finding("layers", "warn", f"{STEPS} is {config[STEPS]!r}, which is not 1 to 16")
+            text = f"{STEPS} is {config[STEPS]!r}, which is not 1 to 16"
+            yield Finding("layers", "warn", text, f"set {STEPS} to the steps it was trained for")
         yield Finding("layers", "ok", f"{count} MTP layers in the layout {self.layout.name}")
         if count > 1:
             text = "the state after the norm is handed on, as engines do"
@@ -138,14 +155,16 @@ def _steps(config: Any) -> int:
     return value if type(value) is int and 1 <= value <= 16 else 1
 
 
-def _rope(config: Any, builder: LayerBuilder) -> Finding:
-    """Whether the config turns positions as the target does."""
+def _config(config: Any, builder: LayerBuilder, target: Target) -> Iterator[Finding]:
+    """Whether the config makes the target's layers: engines build theirs from it, we from the
+    target's own."""
     values = {key: value for key, value in config.items() if key != "model_type"}
+    own, turns = None, None
     try:
         own = AutoConfig.for_model(config["model_type"], **values).get_text_config(decoder=True)
         theirs = LayerBuilder(LayerKind.of(own)).rotary()
         like, positions = torch.zeros(1), torch.arange(0, 4096, 97)[None]
-        same = all(
+        turns = all(
             torch.allclose(left, right, atol=1e-5)
             for left, right in zip(
                 theirs(like, positions), builder.rotary()(like, positions), strict=True
@@ -153,12 +172,29 @@ def _rope(config: Any, builder: LayerBuilder) -> Finding:
         )
     except Exception as error:  # whatever a strange config makes the library raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        return Finding("rope", "note", f"not compared: the config cannot be read ({reason})")
-    if same:
-        return Finding("rope", "ok", "positions turn as the target's do")
-    return Finding(
-        "rope", "fail", "positions turn otherwise than the target's", "compare the rope settings"
-    )
+        yield Finding("rope", "note", f"not compared: the config cannot be read ({reason})")
+    if turns is False:
+        text = "positions turn otherwise than the target's"
+        yield Finding("rope", "fail", text, "take the target's rope_parameters or rope_theta")
+    elif turns:
+        yield Finding("rope", "ok", "positions turn as the target's do")
+    said = values if own is None else json.loads(own.to_json_string(use_diff=False))
+    yield from _keys(said, LayerKind.of(target.config).config)
+
+
+def _keys(said: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[Finding]:
+    """Keys of the file's config [said] beside those of the target's."""
+    keys = [key for key in said if key not in _IDLE and not key.startswith("_")]
+    other = [key for key in keys if key in own and said[key] != own[key]]
+    for key in other:
+        text = f"{key} is {reprlib.repr(said[key])}, the target's {reprlib.repr(own[key])}"
+        fix = f"set {key} to the target's, unless the layers are for another target"
+        yield Finding("config", "fail", f"{text}: another layer than the target's", fix)
+    if more := [key for key in keys if key not in own and said[key] is not None]:
+        text = f"keys that the target's config lacks: {', '.join(sorted(more)[:8])}"
+        yield Finding("config", "note", text, "see that none of them changes how a layer computes")
+    if not other:
+        yield Finding("config", "ok", "says of the layers what the target's says")
 
 
 def _copies(found: Found, names: Names, count: int, target: Target) -> Iterator[Finding]:

@@ -40,14 +40,15 @@ class OwnReader(Reader):
         except ValidationError as error:
             for one in error.errors():
                 key = ".".join(str(part) for part in one["loc"])
-                yield Finding("config", "fail", f"{key}: {one['msg']}")
+                fix = "correct it, or take the config.json that training wrote"
+                yield Finding("config", "fail", f"{key}: {one['msg']}", fix)
             return
         yield Finding("config", "ok", f"family {config.family}, {config.steps} steps")
         yield self._target(config, target)
         try:
             expected = io.expected(kind, config, str(found.path))
         except SpectrainError as error:
-            yield Finding("config", "fail", error.what)
+            yield Finding("config", "fail", error.what, error.fix or "")
             return
         yield from compare_names(found, {n: tuple(t.shape) for n, t in expected.items()})
 
@@ -56,6 +57,9 @@ class OwnReader(Reader):
         head = kind(kind.Config.model_validate(dict(found.config)))
         head.load_state_dict({name: found.read(name) for name in found.shapes}, strict=True)
         return head
+
+    def layers_key(self, layers: tuple[int, ...]) -> str:
+        return f"aux_layers to {list(layers)}"
 
     @staticmethod
     def _target(config: HeadConfig, target: Target) -> Finding:

@@ -8,6 +8,7 @@ d head size.
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -33,6 +34,15 @@ def keys(parameters: Mapping[str, Any]) -> dict[str, Any]:
         "rope_scaling": None if parameters["rope_type"] == "default" else scaling,
         "rope_parameters": dict(parameters),
     }
+
+
+def told(parameters: Mapping[str, Any]) -> str:
+    """How to write them, in both spellings."""
+    names = {key: json.dumps(value) for key, value in keys(parameters).items()}
+    return (
+        f"set rope_parameters to {names['rope_parameters']} (in old keys: rope_theta to "
+        f"{names['rope_theta']}, rope_scaling to {names['rope_scaling']})"
+    )
 
 
 def engine_refusals(engine: str, rotary: Mapping[str, Any]) -> list[str]:
@@ -119,7 +129,7 @@ def findings(found: Found, head_dim: int, max_positions: int, target: Target) ->
         return
     if any(one.get("partial_rotary_factor", 1.0) != 1.0 for one in named):
         text = "only a part of each head is rotated: no head here computes that"
-        yield Finding("rope", "fail", text)
+        yield Finding("rope", "fail", text, "only partial_rotary_factor=1.0 can be read")
         return
     if not all(same(tables[0], other) for other in tables):
         yield Finding(
@@ -134,12 +144,13 @@ def findings(found: Found, head_dim: int, max_positions: int, target: Target) ->
             stored = found.read(name).flatten().float()
             known = tables[0][0, :-1]
             if stored.shape != known.shape or not torch.allclose(stored, known, rtol=1e-2):
-                text = f"{name} is not what the config's rotary keys make"
+                text = f"{found.called(name)} is not what the config's rotary keys make"
                 yield Finding("rope", "fail", text, "mend rope_theta in config.json")
                 return
-    theirs = ""
+    theirs, fix = "", ""
     try:
         own = rope_parameters(target.config)
+        fix = told(own)
         theirs = f" ({own['rope_type']}, base {own['rope_theta']:g})"
         equal = same(tables[0], effective(own, head_dim, target.max_length))
     except Exception:  # a target whose positions no EAGLE head can have; the file may be right
@@ -152,5 +163,5 @@ def findings(found: Found, head_dim: int, max_positions: int, target: Target) ->
             "rope",
             "warn",
             f"{kind}: not the rotary positions of the target{theirs}",
-            "take the target's rope_theta, rope_scaling and rope_parameters",
+            fix,
         )

@@ -54,7 +54,8 @@ class SpeculatorsReader(Reader):
     def findings(self, found: Found, target: Target) -> Iterator[Finding]:
         kind = found.config[KIND]
         if kind != "eagle3":
-            yield Finding("kind", "fail", f"a speculator of kind {kind!r}; only eagle3 can be read")
+            text = f"a speculator of kind {kind!r}; only eagle3 can be read"
+            yield Finding("kind", "fail", text, "no head here is of that kind")
             return
         said = read(found.config, target)
         yield from said.findings
@@ -86,6 +87,12 @@ class SpeculatorsReader(Reader):
         head.load_state_dict({name: found.read(_theirs(name)) for name in head.state_dict()})
         return head
 
+    def layers_key(self, layers: tuple[int, ...]) -> str:
+        return f"{LAYER_IDS} to {[layer + 1 for layer in layers]}"
+
+    def called(self, found: Found, name: str) -> str:
+        return _theirs(name)
+
     def suspects(self, found: Found, target: Target) -> Iterator[Suspect]:
         if "d2t" in found.shapes and (
             (offsets := draft_vocabulary.offsets_of(found.read("d2t"))) is not None
@@ -102,7 +109,7 @@ class SpeculatorsReader(Reader):
                 ids = [layer + 1 for layer in layers]
                 yield Suspect(
                     f"{LAYER_IDS} are one {text} what the head was trained on",
-                    f"set {LAYER_IDS} to {ids}",
+                    f"in config.json, set {self.layers_key(tuple(layers))}",
                     found.edited(config={LAYER_IDS: ids}),
                 )
 
@@ -185,7 +192,8 @@ def _embedding(found: Found, target: Target) -> Finding:
         return Finding("embedding", "note", text)
     shape, expected = found.shapes[EMBEDDING], (target.vocab_size, target.hidden_size)
     if shape != expected:
-        return Finding("embedding", "fail", f"{EMBEDDING} has shape {shape}, expected {expected}")
+        text = f"{EMBEDDING} has shape {shape}, expected {expected}"
+        return Finding("embedding", "fail", text, "take the target's own, or leave it out")
     text = "the head's own" if _has_own_embedding(found, target) else "a copy of the target's"
     return Finding("embedding", "ok", text)
 

@@ -17,7 +17,8 @@ from typing import Any
 from transformers import LlamaConfig
 
 from spectrain.core.target import Target
-from spectrain.export import rope
+from spectrain.export import layer_keys, rope
+from spectrain.export.aux_layers import COUNT
 from spectrain.export.layout import Finding
 from spectrain.heads.base import TargetFacts
 from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head, Eagle3Options
@@ -36,6 +37,8 @@ FLAGS = {
     "fc_norm": "each layer's features have a norm before fc",
     "norm_output": "what is fed back is the normed state",
 }
+# Of `layer_keys.FLAGS`, those that may stand beside the layer's config.
+_BESIDE = ("use_aux_norm", "quantization_config", "compression_config")
 MOST_LAYERS = 8  # as many as a head can be trained with
 
 
@@ -88,7 +91,7 @@ def _layer_of(own: Eagle3Config) -> dict[str, Any]:
         **rope.keys(own.rope_parameters),
     }
     if len(own.aux_layers) != 3:  # vLLM makes room for three unless it is told otherwise
-        content["num_aux_hidden_states"] = len(own.aux_layers)
+        content[COUNT] = len(own.aux_layers)
     return content
 
 
@@ -105,11 +108,12 @@ def read(content: Mapping[str, Any], target: Target) -> Read:
     found: list[Finding] = []
     try:
         layer = LlamaConfig(**dict(content[LAYER]))
-        found += _kind(content, layer)
+        found += _kind(content)
+        found += _layer_keys(content[LAYER], layer, target)
         found += _sizes(content, layer, target)
         layers, one = _layer_ids(content, target)
         steps, two = _steps(content)
-        found += [one, two]
+        found += [one, two, *_count(content[LAYER], layers)]
         if any(finding.verdict == "fail" for finding in found):
             return Read(None, found)
         heads = layer.num_attention_heads
@@ -134,38 +138,54 @@ def read(content: Mapping[str, Any], target: Target) -> Read:
         )
     except Exception as error:  # whatever a file may hold, down to what the library thinks of it
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Read(
-            None, [*found, Finding("config", "fail", f"config.json cannot be read ({reason})")]
-        )
+        text, fix = f"config.json cannot be read ({reason})", "mend config.json"
+        return Read(None, [*found, Finding("config", "fail", text, fix)])
     return Read(config, found)
 
 
-def _kind(content: Mapping[str, Any], layer: LlamaConfig) -> Iterator[Finding]:
+def _kind(content: Mapping[str, Any]) -> Iterator[Finding]:
     kind = content[LAYER].get("model_type", "qwen3")  # the package's own default
     if kind != "llama":
         yield Finding(
             "layer",
             "fail",
             f"layers of type {kind!r}: heads here have Llama's (no norms of queries and keys)",
+            "only model_type='llama' can be read",
         )
     for key, text in FLAGS.items():
         if content.get(key, False):
-            yield Finding("norms", "fail", f"{key}: {text}, which no head here does")
+            fix = f"only {key}=false can be read"
+            yield Finding("norms", "fail", f"{key}: {text}, which no head here does", fix)
     if "norm_before_residual" not in content:
         yield Finding(
             "norms",
             "warn",
             "norm_before_residual is not said; taken for false, vLLM takes it for true",
-            "write the flag into config.json",
+            'write "norm_before_residual": false into config.json',
         )
     elif not any(content.get(key) for key in FLAGS):
         yield Finding("norms", "ok", "standard: norms in the layers alone")
-    if layer.attention_bias or layer.mlp_bias:
-        yield Finding("layer", "fail", "layers with biases, which no head here has")
-    if layer.hidden_act != "silu":
-        yield Finding("layer", "fail", f"activation {layer.hidden_act!r}, heads here have silu")
-    if "sliding_attention" in (content[LAYER].get("layer_types") or []):
-        yield Finding("layer", "fail", "layers with a sliding window, which no head here has")
+    for key in _BESIDE:
+        if content.get(key) not in (None, layer_keys.FLAGS[key]):
+            fix = f"only {key}={layer_keys.FLAGS[key]!r} can be read"
+            yield Finding("config", "fail", f"{key} is said: no head here computes that", fix)
+
+
+def _layer_keys(inner: Mapping[str, Any], layer: LlamaConfig, target: Target) -> Iterator[Finding]:
+    """Keys of the layer's config; those of the norms are decided by the keys beside it."""
+    flags = {key: one for key, one in layer_keys.FLAGS.items() if key not in FLAGS}
+    yield from layer_keys.flag_findings(inner, flags | {"bias": False, "eagle_config": None})
+    sizes = ("num_hidden_layers", "max_position_embeddings", "rms_norm_eps")
+    yield from layer_keys.differences(inner, {key: getattr(layer, key) for key in sizes}, target)
+
+
+def _count(inner: Mapping[str, Any], layers: tuple[int, ...]) -> Iterator[Finding]:
+    """vLLM makes room for three states unless it is told otherwise; the package counts the ids."""
+    told = inner.get(COUNT)
+    if layers and (3 if told is None else told) != len(layers):
+        text = f"{COUNT} is {told}, and {len(layers)} layers are read: vLLM cannot load that"
+        fix = f'write "{COUNT}": {len(layers)} into {LAYER}'
+        yield Finding("layers", "warn" if told is None else "fail", text, fix)
 
 
 def _sizes(content: Mapping[str, Any], layer: LlamaConfig, target: Target) -> Iterator[Finding]:
@@ -182,11 +202,16 @@ def _sizes(content: Mapping[str, Any], layer: LlamaConfig, target: Target) -> It
         yield Finding("sizes", "fail", f"{key} is {said}, the target's {real}", "another --target?")
     if not 1 <= layer.num_hidden_layers <= MOST_LAYERS:
         yield Finding(
-            "sizes", "fail", f"{layer.num_hidden_layers} layers, heads have 1 to {MOST_LAYERS}"
+            "sizes",
+            "fail",
+            f"{layer.num_hidden_layers} layers, heads have 1 to {MOST_LAYERS}",
+            f"correct num_hidden_layers of {LAYER}",
         )
-    size = content.get("draft_vocab_size")
+    size, rows = content.get("draft_vocab_size"), "set draft_vocab_size to the rows of lm_head"
     if not isinstance(size, int) or not 1 <= size <= layer.vocab_size:
-        yield Finding("sizes", "fail", f"draft_vocab_size {size} of {layer.vocab_size} tokens")
+        yield Finding(
+            "sizes", "fail", f"draft_vocab_size {size} of {layer.vocab_size} tokens", rows
+        )
     elif not wrong:
         yield Finding("sizes", "ok", f"hidden size {layer.hidden_size}, {size} tokens to guess")
 
@@ -200,7 +225,7 @@ def _layer_ids(content: Mapping[str, Any], target: Target) -> tuple[tuple[int, .
     good = all(isinstance(i, int) and 1 <= i <= total for i in ids) and ids == sorted(set(ids))
     if not ids or not good:
         text = f"{LAYER_IDS} {ids} are not ascending ids of 1 … {total} (0 are the embeddings)"
-        return (), Finding("layers", "fail", text)
+        return (), Finding("layers", "fail", text, f"write {LAYER_IDS} as the head was trained")
     outputs = tuple(i - 1 for i in ids)
     text = f"outputs of layers {list(outputs)} (ids {ids} name the states that go into a layer)"
     if not said:

@@ -28,7 +28,8 @@ def findings(found: Found) -> Iterator[Finding]:
     told = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common())
     odd = [name for name, kind in weights.items() if kind not in FLOATS]
     if odd:
-        yield Finding("types", "fail", f"no floating numbers: {names_of(odd)} ({told})")
+        text = f"no floating numbers: {names_of(odd)} ({told})"
+        yield Finding("types", "fail", text, "dequantise the head, or export it again")
     elif "float64" in kinds:
         yield Finding("types", "warn", f"{told}: no engine computes in float64", "store float32")
     else:
@@ -40,7 +41,7 @@ def findings(found: Found) -> Iterator[Finding]:
                 bad.append(name)
         maps = [_map(found)] if {D2T, T2D} <= found.shapes.keys() else []
     except SpectrainError as error:
-        yield Finding("values", "fail", str(error))
+        yield Finding("values", "fail", str(error), error.fix or "get the file again")
         return
     if bad:
         text = f"NaN or infinite numbers in {names_of(bad)}"

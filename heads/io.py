@@ -6,7 +6,7 @@ and header claim is compared before memory is taken for either.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +167,13 @@ def load_weights(head: DraftHead, path: Path) -> None:
     require_finite(head, str(path))
 
 
-def require_finite(head: DraftHead, where: str) -> None:
+def require_finite(
+    head: DraftHead, where: str, called: Callable[[str], str] = lambda name: name
+) -> None:
     """Raise SpectrainError for a weight that is NaN or infinite: every guess would be worth
-    nothing, and nothing else would say so."""
-    bad = [name for name, value in head.named_parameters() if not torch.isfinite(value).all()]
+    nothing, and nothing else would say so. called: names of the head → of the file it came from."""
+    named = head.named_parameters()
+    bad = [called(name) for name, value in named if not torch.isfinite(value).all()]
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise SpectrainError(

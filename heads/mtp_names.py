@@ -157,6 +157,15 @@ class Names:
             else:
                 yield from _experts(name, experts[1], experts[2], value)
 
+    def called(self, name: str) -> str:
+        """What this layout calls a tensor, or a module, of a head whose modules are its `chain`."""
+        if (found := re.fullmatch(r"chain\.(\d+)\.(\w+)\.?(.*)", name)) is None:
+            return name
+        index, owner, rest = int(found[1]), found[2], found[3]
+        if owner == "layer":
+            return self.of(self.layout.layer, index) + rest
+        return ".".join(filter(None, (self.of(self.layout.own[owner], index), rest)))
+
     def shapes(self, modules: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
         return {name: tuple(value.shape) for name, value in self._parts(modules)}
 

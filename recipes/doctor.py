@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from spectrain.data.conversations import Conversation
 from spectrain.data.online import read
 from spectrain.data.reading import read_conversations
 from spectrain.evaluation import behaviour
-from spectrain.evaluation.causes import causes
+from spectrain.evaluation.causes import Cause, causes
 from spectrain.evaluation.summary import DEFINITIONS
 from spectrain.export import health, record, stored
 from spectrain.export.formats import reader_of
@@ -35,8 +36,10 @@ from spectrain.export.layout import Finding, Reader, load
 from spectrain.heads.base import DraftHead
 from spectrain.heads.io import find_head
 from spectrain.recipes.doctor_report import render
+from spectrain.recipes.doctor_verdicts import verdicts
 from spectrain.recipes.evaluate import MAX_DRAFT
 from spectrain.recipes.generate import ids_of
+from spectrain.recipes.import_head import further
 from spectrain.recipes.prepare import SHIPPED_PROMPTS
 
 __all__ = ["DoctorConfig", "render", "run"]
@@ -72,13 +75,14 @@ def run(config: DoctorConfig) -> dict[str, Any]:
     head = None
     if not any(one.verdict == "fail" for one in findings):
         head = _loaded(reader, found, target)
-        findings += [one for one in health.findings(head, target) if _news(one, said)]
+        seen = health.findings(head, target, partial(reader.called, found))
+        findings += [one for one in seen if _news(one, said)]
         if not health.can_be_fed(head, target):
             head = None
     patient = _Patient(reader, found, target, head, config, prompts)
     accepted = patient.behave()
     tried = patient.tried()
-    findings += _verdicts(accepted, tried)
+    findings += verdicts(accepted, tried, patient.further() if head else "")
 
     failed = [one for one in findings if one.verdict == "fail"]
     return {
@@ -114,6 +118,21 @@ class _Patient:
         self.config, self.prompts = config, prompts
         self._replies: Batch | None = None
         self._batches: dict[tuple[int, ...], Batch] = {}
+
+    def called(self, name: str) -> str:
+        """What the file calls a tensor of the head."""
+        return self.reader.called(self.found, name)
+
+    def further(self) -> str:
+        """How the head is trained further; one of another layout is imported for that first."""
+        path = str(self.found.path) if self.reader.name == "spectrain" else "IMPORTED"
+        return further(self.head.family, self.config.target, path)
+
+    def _fix(self, cause: Cause) -> str:
+        if cause.training:
+            return f"{cause.fix}: {self.further()}"
+        key = self.reader.layers_key(cause.layers) if cause.layers else ""
+        return f"in config.json, set {key}: {cause.fix}" if key else cause.fix
 
     def batch(self, head: DraftHead) -> Batch:
         """The replies with what this head reads."""
@@ -180,9 +199,9 @@ class _Patient:
         if self.head is None:
             return
         batch = self.batch(self.head)
-        for cause in causes(self.target, self.head, batch):
-            yield cause.name, cause.fix, self.head, cause.batch
-        for name, fix, mend in health.mends(self.head, self.target):
+        for cause in causes(self.target, self.head, batch, self.called):
+            yield cause.name, self._fix(cause), self.head, cause.batch
+        for name, fix, mend in health.mends(self.head, self.target, self.called):
             head = _loaded(self.reader, self.found, self.target)
             mend(head)
             yield name, fix, head, batch
@@ -206,47 +225,6 @@ def _badness(finding: Finding) -> int:
 def _news(finding: Finding, said: Mapping[str, int]) -> bool:
     """Whether a general finding is worse than all that the reader said of the same thing."""
     return _badness(finding) > said.get(finding.check, -1)
-
-
-def _verdicts(accepted: dict[str, Any] | None, tried: list[dict[str, Any]]) -> Iterator[Finding]:
-    """What running the head says."""
-    likely = [row for row in tried if row["likely"]][:1]
-    if accepted is not None:
-        yield _acceptance(accepted, None if likely else len(tried))
-        yield from _further(accepted)
-    for row in likely:
-        text = f"{row['name']}: position 1 is then accepted {row['position_1']:.2f}"
-        if accepted is not None:
-            text += f" instead of {accepted['positions'][0]['conditional']['value']:.2f}"
-        yield Finding("likely cause", "fail", text, row["fix"])
-
-
-def _acceptance(accepted: dict[str, Any], in_vain: int | None) -> Finding:
-    """in_vain: how many causes were tried and none explains it; None: one does."""
-    blind, first = accepted["blind"], accepted["positions"][0]["conditional"]
-    if blind is None:
-        text = "not measured: no reply has two tokens"
-        return Finding("acceptance", "note", text, "give --prompts that are answered at length")
-    high = first["value"] if first["high"] is None else first["high"]
-    interval = "" if first["high"] is None else f" ({first['low']:.2f}–{first['high']:.2f})"
-    text = f"{first['value']:.2f}{interval} at position 1; a blind guess has {blind:.2f}"
-    if high >= behaviour.least(blind):
-        return Finding("acceptance", "ok", text)
-    fix = ""
-    if in_vain is not None:
-        fix = f"none of {in_vain} causes that were tried explains it: was it trained on another "
-        fix += "target or template, or hardly at all?"
-    return Finding("acceptance", "fail", f"near zero: {text}", fix)
-
-
-def _further(accepted: dict[str, Any]) -> Iterator[Finding]:
-    """A head that guesses once and never again: what it feeds itself is not what it learnt on."""
-    for row in accepted["positions"][1:2]:
-        high = row["conditional"]["high"]
-        if high is not None and high < behaviour.least(accepted["blind"]):
-            text = f"near zero at position 2: {row['conditional']['value']:.2f}"
-            fix = "see which state a step hands to the next one: before or after the norm"
-            yield Finding("acceptance", "fail", text, fix)
 
 
 def _failure(path: str, failed: list[Finding]) -> str | None:

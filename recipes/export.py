@@ -23,6 +23,7 @@ from spectrain.core.config import Config
 from spectrain.core.embedded import EMBEDDED
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import atomic_folder, atomic_write, read_json, sha256_file, write_json
+from spectrain.core.pretrained import stored_dtype
 from spectrain.core.provenance import provenance
 from spectrain.core.target import Target
 from spectrain.export import card
@@ -97,7 +98,7 @@ def run(config: ExportConfig) -> dict[str, Any]:
     target = on_disk.load(config.target or head.config.target.name)
     head.check_target(target, str(config.run))
     head.to(target.device).bind(target.readout)
-    reference = Reference(target, _name_for_others(config, target))
+    reference = Reference(target, _name_for_others(config, target), stored_dtype(target.name))
     told = known(config.run, place, target, config.alpha)
 
     reasons = made.refusals(head, reference)

@@ -96,19 +96,22 @@ def render(report: dict[str, Any]) -> str:
         if one["verdict"] != "ok":
             fix = f"; {one['fix']}" if one["fix"] else ""
             lines.append(f"{one['verdict']}: {one['check']}: {one['text']}{fix}")
-    family = report["family"]
-    trained_by = next(name for name in TRAINED_BY if family.startswith(name))
     on = {"target": report["target"]}
-    sets = ["--set", f"family={family}"] if trained_by != family else []
     examined = ["spectrain", "doctor", report["head"], "--target", report["target"]]
     lines += [
         "does it guess at all: " + shlex.join(examined),
         "what it is worth: " + _command("eval-alpha", on, store="STORE", head=report["head"]),
         "use it: " + _command("generate", on, head=report["head"], prompt="Hello"),
-        "train it further: "
-        + _command(f"train-{trained_by}", on, *sets, store="STORE", init=report["head"]),
+        "train it further: " + further(report["family"], report["target"], report["head"]),
     ]
     return "\n".join(lines)
+
+
+def further(family: str, target: str, head: str) -> str:
+    """The command that trains a head further, on a store that is still to be named."""
+    trained_by = next(name for name in TRAINED_BY if family.startswith(name))
+    sets = ["--set", f"family={family}"] if trained_by != family else []
+    return _command(f"train-{trained_by}", {"target": target}, *sets, store="STORE", init=head)
 
 
 def _command(verb: str, on: dict[str, str], *more: str, **flags: str) -> str:

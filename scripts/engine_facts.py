@@ -20,6 +20,7 @@ by_hand, for each architecture that an exported config.json names:
                  that need not be in the file · replaced: parameters that the engine overwrites
                  with the target's, and when
     demands      what has to hold of the config · unknown: what becomes of other names
+    elsewhere    keys of the config that the engine reads outside the model
     evidence     [file, class or function in it, text that occurs there]
 """
 

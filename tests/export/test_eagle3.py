@@ -302,13 +302,24 @@ def test_launch_lines():
     compile(lines["eagle"].text, "launch", "exec")
 
 
-def test_the_type_of_a_target_in_half_precision(monkeypatch):
-    """SGLang's --dtype is the target's; float32, as targets have on a CPU, is none it would run."""
+@pytest.mark.parametrize(
+    ("stored", "loaded", "told"),
+    [
+        (torch.float16, torch.float32, "float16"),
+        (torch.bfloat16, torch.float32, "bfloat16"),
+        (torch.float32, torch.float32, "bfloat16"),
+        (None, torch.float32, "bfloat16"),
+        (None, torch.float16, "float16"),
+    ],
+)
+def test_the_type_that_sglang_is_told(monkeypatch, stored, loaded, told):
+    """That of the target's own config, not what a CPU loads it as; no engine is told float32."""
     target = target_of()
     head = head_of(target, draft_vocab_size=90)
-    monkeypatch.setattr(target, "dtype", torch.float16)
-    (launch,) = writer("sglang", "eagle3").launch(head, Reference(target, "tiny"))
-    assert launch.text.endswith("--dtype float16")
+    monkeypatch.setattr(target, "dtype", loaded)
+    (launch,) = writer("sglang", "eagle3").launch(head, Reference(target, "tiny", stored))
+    assert launch.text.endswith(f"--dtype {told}")
+    assert ("rounded to bfloat16" in launch.note) is (stored == torch.float32)
 
 
 @pytest.mark.parametrize("format", ["vllm", "sglang", "trtllm"])

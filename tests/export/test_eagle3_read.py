@@ -165,6 +165,8 @@ def put(name, make):
     (None, {aux_layers.KEY: "234"}, "not a list"),
     (None, {aux_layers.KEY: [2, 4]}, "fc.weight has shape"),
     (None, {aux_layers.KEY: [2, 4, 5], aux_layers.COUNT: 4}, "is not the number of layers"),
+    (None, {aux_layers.COUNT: 4}, "is not the number of layers that are read, 3"),
+    (None, {"layer_types": ["sliding_attention"], "sliding_window": 511}, "whole text"),
 ])  # fmt: skip
 def test_a_fault_is_found(written, change, config, says):
     """Each is refused in one line, before the head is made."""
@@ -187,6 +189,7 @@ def test_positions_of_a_buffer_are_compared(written):
     (None, {"rope_theta": 500.0, "rope_parameters": None}, "rope", "not the rotary positions"),
     (None, {"tie_word_embeddings": True}, "lm_head", "embedding as lm_head"),
     (None, {"sliding_window": 64}, "config", "sliding_window is 64"),
+    (None, {"architectures": ["EagleLlama4ForCausalLM"]}, "config", "not known to be a Llama's"),
     (None, {"max_position_embeddings": 256}, "config", "those of the target at 512"),
     (None, {"rms_norm_eps": 1e-3}, "config", "rms_norm_eps is 0.001"),
     (lambda t: t.update(d2t=torch.zeros(90).long(), t2d=torch.arange(392) < 90), {},
@@ -215,6 +218,8 @@ def test_a_doubt_is_a_warning(written, change, config, check, says):
 
 @pytest.mark.parametrize("config", [
     {"sliding_window": 64, "use_sliding_window": False}, {"layer_types": ["full_attention"]},
+    {"sliding_window": 512, "layer_types": ["sliding_attention"]}, {"sliding_window": 4096},
+    {"architectures": ["Eagle3LlamaForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]},
     {"rms_norm_eps": 1e-5}, {"max_position_embeddings": 1024}, {"logit_scale": 1},
 ])  # fmt: skip
 def test_what_good_heads_say(written, config):
@@ -222,6 +227,35 @@ def test_what_good_heads_say(written, config):
     _, folder, target = written
     edit(folder, None, config)
     assert {one.verdict for one in findings(folder, target)} == {"ok"}
+
+
+@pytest.mark.parametrize(("kind", "ids", "outputs", "verdict"), [
+    ("llama", [1, 2, 6], (1, 2, 6), "note"),
+    ("llama", [2, 3, 8], (1, 2, 7), "note"),  # the last can only be an input
+    *((kind, [2, 4, 6], (1, 3, 5), "warn") for kind in ("deepseek_v3", "kimi_k2", "glm4_moe_lite")),
+    ("deepseek_v3", [1, 2, 6], (1, 2, 6), "warn"),  # after a first 1 they are outputs there as well
+    ("deepseek_v3", [0, 2, 6], (0, 2, 6), "warn"),  # as an input, 0 would be the embedding
+    ("minimax_m3_vl", None, (1, 3, 4), "warn"),
+    ("llama", None, (1, 3, 4), "ok"),
+])  # fmt: skip
+def test_layer_ids_that_engines_take_for_different_layers(kind, ids, outputs, verdict):
+    """What SGLang makes of ids depends on the target: said, with the key that leaves no doubt."""
+    config = {} if ids is None else {"eagle_config": {aux_layers.KEY: ids}}
+    found, seen = aux_layers.read(config, 8, kind)
+    assert found == outputs
+    assert seen[-1].verdict == verdict
+    if verdict == "warn":
+        plain = [i + 1 for i in outputs]
+        assert f"at the top of config.json: {plain}" in seen[-1].fix
+        assert aux_layers.read({aux_layers.KEY: plain}, 8, kind)[0] == outputs
+
+
+def test_a_doubtful_layer_id_has_suspects_on_both_sides(written):
+    """Behaviour decides between neighbours, so both are offered."""
+    head, folder, target = written
+    edit(folder, None, {"eagle_config": {aux_layers.KEY: [2, 4, 5]}})
+    again = mended(Eagle3Reader(), folder, target, "one too high")
+    assert differences(head, again, target) == []
 
 
 def test_no_default_for_a_shallow_target(tiny, tmp_path):

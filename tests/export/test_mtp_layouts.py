@@ -317,3 +317,53 @@ def test_the_type_of_the_target_stays_its_own(stocks, tmp_path):
     (tmp_path / "out").mkdir()
     write(made.encode(head, Reference(target, target.name)), tmp_path / "out", torch.float32)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+# ── what the config says of the layers ───────────────────────────────────────
+
+COMPUTED = {
+    "hidden_act": "gelu",
+    "rms_norm_eps": 1e-3,
+    "num_experts_per_tok": 1,
+    "routed_scaling_factor": 7.0,
+    "norm_topk_prob": False,
+    "attention_bias": True,
+}
+
+
+@pytest.mark.parametrize(
+    "key", ["num_nextn_predict_layers", "torch_dtype", "eos_token_id", "transformers_version"]
+)
+def test_keys_that_no_layer_is_computed_by(stocks, key):
+    folder = stocks("deepseek_v3", count=1)
+    found = Found.open(folder).edited(config={"num_nextn_predict_layers": 1, key: 1})
+    assert {one.verdict for one in reader_of(found).findings(found, opened(folder))} == {"ok"}
+
+
+@pytest.mark.parametrize("key", COMPUTED)
+def test_another_layer_than_the_target_s(stocks, key):
+    """The engine makes the layer of this config, `generate` of the target's."""
+    folder = stocks("deepseek_v3", count=1)
+    target = opened(folder)
+    found = Found.open(folder).edited(config={"num_nextn_predict_layers": 1, key: COMPUTED[key]})
+    failed = [one for one in reader_of(found).findings(found, target) if one.verdict == "fail"]
+    assert any(one.text.startswith(f"{key} is {COMPUTED[key]!r}, the target's") for one in failed)
+    with pytest.raises(SpectrainError, match=key):
+        load(reader_of(found), found, target)
+
+
+def test_keys_that_the_target_lacks(stocks):
+    """Nobody here knows what they are for."""
+    folder = stocks("qwen2", count=1)
+    found = Found.open(folder).edited(config={"num_nextn_predict_layers": 1, "layer_scale": 0.5})
+    notes = [o.text for o in reader_of(found).findings(found, opened(folder)) if o.verdict != "ok"]
+    assert notes == ["keys that the target's config lacks: layer_scale"]
+
+
+def test_a_config_that_the_library_does_not_know(stocks):
+    """Its keys are compared as they stand there."""
+    folder = stocks("qwen2", count=1)
+    changes = {"num_nextn_predict_layers": 1, "model_type": "no-such", "hidden_act": "gelu"}
+    found = Found.open(folder).edited(config=changes)
+    told = {o.check: o.verdict for o in reader_of(found).findings(found, opened(folder))}
+    assert (told["rope"], told["config"]) == ("note", "fail")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from eagle_files import OTHERWISE
 from exporting import round_trip
 from head_kinds import KINDS, create
 from tiny_models import gemma, save_tiny
@@ -37,7 +38,8 @@ def exported(head, target, folder):
 
 
 def told(found, target, verdict="fail"):
-    every = reader_of(found).findings(found, target)
+    every = list(reader_of(found).findings(found, target))
+    assert all(one.fix for one in every if one.verdict in ("warn", "fail"))
     return [f"{one.check}: {one.text}" for one in every if one.verdict == verdict]
 
 
@@ -177,7 +179,7 @@ def test_a_good_one_has_nothing_to_warn_of(tiny, found):
     assert told(found, tiny) == told(found, tiny, "warn") == told(found, tiny, "note") == []
     checks = {one.check for one in reader_of(found).findings(found, tiny)}
     assert checks == {
-        *("norms", "sizes", "rope", "layers", "steps"),
+        *("config", "norms", "sizes", "rope", "layers", "steps"),
         *("tensors", "draft vocabulary", "embedding"),
     }
 
@@ -194,9 +196,11 @@ def test_other_norms_are_refused(tiny, found, flag):
     ("changes", "words"),
     [
         ({"model_type": "qwen3"}, "layers of type 'qwen3'"),
-        ({"attention_bias": True}, "biases"),
-        ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"layer_types": ["sliding_attention"]}, "sliding window"),
+        *(({key: value}, f"{key} is ") for key, value in OTHERWISE.items() if "norm" not in key),
+        ({"bias": True}, "bias is True"),
+        ({"eagle_config": {"norm_before_fc": True}}, "eagle_config is"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "layer_types is"),
+        ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4, and 3 layers are read"),
         ({"vocab_size": 400}, "vocab_size is 400, the target's 392"),
         ({"num_hidden_layers": 10**9}, "1000000000 layers"),
         ({"num_hidden_layers": 2}, "missing layers.1"),
@@ -217,6 +221,46 @@ def test_a_layer_that_is_none_of_ours(tiny, found, changes, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"sliding_window": 64}, "sliding_window is 64"),
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps is 0.001, that of the target 1e-06"),
+        ({"max_position_embeddings": 256}, "positions end at 256, those of the target at 512"),
+    ],
+)
+def test_a_layer_with_other_numbers(tiny, found, changes, words):
+    """It may be meant: it is said, and read."""
+    other = with_layer(found, **changes)
+    (text,) = told(other, tiny, "warn")
+    assert words in text
+    load(reader_of(other), other, tiny)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["full_attention"], "sliding_window": 64},
+        {"layer_types": ["sliding_attention"], "sliding_window": 512},  # as long as any text
+        {"rms_norm_eps": 1e-5},
+        {"logit_scale": 1, "is_causal": True, "attention_dropout": 0.1},
+    ],
+)
+def test_what_changes_nothing(tiny, found, changes):
+    """A window is one of the layers that layer_types says have one."""
+    other = with_layer(found, **changes)
+    assert told(other, tiny) == told(other, tiny, "warn") == []
+
+
+def test_states_that_vllm_has_no_room_for(tiny, tmp_path):
+    """The package counts the ids, vLLM takes three where no number is said."""
+    found = exported(KINDS["eagle3-two-layers"](tiny, 120), tiny, tmp_path / "out")
+    less = {k: v for k, v in found.config[LAYER].items() if k != "num_aux_hidden_states"}
+    (text,) = told(found.edited(config={LAYER: less}), tiny, "warn")
+    assert "is None, and 2 layers are read" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is said"),
         ({"speculators_model_type": "dflash"}, "kind 'dflash'"),
         ({IDS: [0, 2, 3]}, "0 are the embeddings"),
         ({IDS: [3, 1, 4]}, "not ascending"),

@@ -15,12 +15,14 @@ import torch
 import yaml
 from head_kinds import create
 from safetensors.torch import load_file
+from tiny_models import save_tiny
 from typer.testing import CliRunner
 
 from spectrain import cli
 from spectrain.commands import export as command_of_export
 from spectrain.core.config import load_config
 from spectrain.core.errors import RunFailed, SpectrainError
+from spectrain.core.target import Target
 from spectrain.export import formats, proof
 from spectrain.export.layout import Encoded, Launch, Reference
 from spectrain.export.own import OwnReader, OwnWriter
@@ -89,6 +91,20 @@ def test_what_is_written_is_the_head(export, place, head):
     shown = render(report)
     assert f"--head {out}" in shown
     assert "no measured acceptance was found" in shown
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+def test_an_engine_is_told_the_type_that_the_target_is_stored_in(tmp_path, tokenizer, key):
+    """However it is loaded here: on a CPU as float32."""
+    path = save_tiny(tmp_path / "target", tokenizer, num_hidden_layers=8)
+    config = json.loads((path / "config.json").read_text())
+    config.pop("dtype", None)
+    (path / "config.json").write_text(json.dumps(config | {key: "float16"}))
+    target = Target.load(str(path), dtype="float32", pack_weights=False)
+    save_head(create(target, "eagle3", draft_vocab_size=120), tmp_path / "run" / "head")
+    flags = {"run": str(tmp_path / "run"), "format": "sglang"}
+    (line,) = run(load_config(ExportConfig, "export", flags=flags))["launch"]
+    assert line["text"].endswith("--dtype float16")
 
 
 def test_another_type_is_compared_as_it_is_written(export, place):

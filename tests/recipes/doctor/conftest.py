@@ -109,6 +109,8 @@ def examine(path, prompts, monkeypatch):
         _, _, *lines = render(found).splitlines()  # the first two hold paths
         assert max(map(len, lines)) <= 80
         json.dumps(found, allow_nan=False)
+        for one in found["findings"]:  # whatever is wrong is told with what mends it
+            assert one["fix"] or one["verdict"] in ("ok", "note") or one["check"] == "acceptance"
         return found
 
     return report

@@ -14,7 +14,7 @@ from spectrain.core.errors import SpectrainError
 from spectrain.evaluation import behaviour
 from spectrain.evaluation.causes import causes
 from spectrain.heads.io import save_head
-from spectrain.recipes.doctor import _further
+from spectrain.recipes.doctor_verdicts import next_position
 
 
 def told(report, verdict):
@@ -25,6 +25,11 @@ def told(report, verdict):
 def likely(report):
     """Name of the likeliest cause."""
     return next((row["name"] for row in report["tried"] if row["likely"]), None)
+
+
+def fix(report):
+    """What mends it."""
+    return next(row["fix"] for row in report["tried"] if row["likely"])
 
 
 @pytest.mark.parametrize("family", ["eagle3", "eagle1", "medusa"])
@@ -50,6 +55,7 @@ def test_layers_one_higher(examine, spoilt):
 def test_layers_one_lower(examine, spoilt):
     report = examine(spoilt("eagle3", config=lambda c: c.update(aux_layers=[0, 1, 2])))
     assert likely(report) == "auxiliary layers one higher"
+    assert fix(report).startswith("in config.json, set aux_layers to [1, 2, 3]: ")
 
 
 def test_parts_of_fc_in_another_order(examine, spoilt):
@@ -58,6 +64,9 @@ def test_parts_of_fc_in_another_order(examine, spoilt):
 
     report = examine(spoilt("eagle3", permute))
     assert likely(report) == "auxiliary states in the order 2, 3, 1"
+    assert fix(report) == "put the 3 column blocks of fc.weight into the order 3, 1, 2"
+    # The blocks lie as [1, 2, 0] of the trained ones: the third of them is the first.
+    assert [[1, 2, 0][place - 1] for place in (3, 1, 2)] == [0, 1, 2]
 
 
 def own_tokens(batch):
@@ -78,7 +87,10 @@ def answers(batch):
 )
 @pytest.mark.parametrize("family", ["eagle3", "eagle1"])
 def test_tokens_shifted(examine, trained, family, change, name):
-    assert likely(examine(trained(family, change))) == name
+    report = examine(trained(family, change))
+    assert likely(report) == name
+    assert f"--store STORE --init {trained(family, change)}" in fix(report)
+    assert "spectrain train-eagle --target" in fix(report)
 
 
 def test_last_states_without_the_norm(examine, trained, target, new_head):
@@ -90,6 +102,7 @@ def test_last_states_without_the_norm(examine, trained, target, new_head):
 
     report = examine(trained("medusa", unnormed))
     assert likely(report) == "last state without the final norm"
+    assert "spectrain train-medusa --target" in fix(report)
 
 
 def test_rotary_base(examine, spoilt, target):
@@ -98,8 +111,8 @@ def test_rotary_base(examine, spoilt, target):
 
     report = examine(spoilt("eagle1", config=slower))
     assert "other angles than the target's" in told(report, "warn")["rope"]
-    names = [row["name"] for row in report["tried"]]
-    assert "rotary positions of the target" in names
+    (row,) = [one for one in report["tried"] if one["name"] == "rotary positions of the target"]
+    assert '"rope_theta": 10000.0' in row["fix"]
 
 
 # ── faults that the files tell of ────────────────────────────────────────────
@@ -138,6 +151,7 @@ def test_rows_of_lm_head_permuted(examine, spoilt, family, name):
     assert name in failed["output rows"]
     assert "other tokens" in failed["output rows"]
     assert likely(report) == "output rows in the order of the target's"
+    assert fix(report).startswith(f"sort the rows of {name} by token")
 
 
 def test_rows_of_lm_head_lost(examine, spoilt):
@@ -281,11 +295,11 @@ def test_a_head_that_guesses_once_and_never_again():
 
     def found(second):
         rows = [{"conditional": {"value": v, "low": v, "high": v}} for v in (0.5, second)]
-        return list(_further({"blind": 0.04, "positions": rows}))
+        return list(next_position({"blind": 0.04, "positions": rows}))
 
     assert found(0.4) == []
     (one,) = found(0.01)
     assert one.verdict == "fail"
     assert "position 2" in one.text
     rows = [{"conditional": {"value": v, "low": None, "high": None}} for v in (0.5, 0.0)]
-    assert list(_further({"blind": 0.04, "positions": rows})) == []  # too few to say
+    assert list(next_position({"blind": 0.04, "positions": rows})) == []  # too few to say

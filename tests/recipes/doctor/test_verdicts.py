@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spectrain.evaluation import behaviour
-from spectrain.recipes.doctor import _acceptance
+from spectrain.recipes.doctor_verdicts import acceptance
 
 BLIND = 0.05
 LEAST = behaviour.least(BLIND)
@@ -24,11 +24,11 @@ def measured(value, low, high):
     (LEAST - 0.01, None, None, "fail"),
 ])  # fmt: skip
 def test_near_zero_is_what_may_not_be_more(value, low, high, verdict):
-    assert _acceptance(measured(value, low, high), 3).verdict == verdict
+    assert acceptance(measured(value, low, high), 3).verdict == verdict
 
 
 def test_a_cause_that_explains_it_needs_no_advice():
     """in_vain is how many were tried for nothing, None where one explains it."""
     bad = measured(0.0, 0.0, 0.0)
-    assert "none of 3 causes" in _acceptance(bad, 3).fix
-    assert _acceptance(bad, None).fix == ""
+    assert "none of 3 causes" in acceptance(bad, 3).fix
+    assert acceptance(bad, None).fix == ""
