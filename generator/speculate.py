@@ -21,6 +21,7 @@ from spectrain.generator.completion import Clock, Completion, Ends
 from spectrain.generator.drafters import Drafter
 from spectrain.generator.limits import limits, require_stops
 from spectrain.generator.lookup import Lookup
+from spectrain.generator.memory import Memory
 from spectrain.generator.randomness import row_key
 from spectrain.generator.rules import Rules, Typical
 from spectrain.generator.run import Run
@@ -111,9 +112,11 @@ class Generator:
         sampling: Sampling | None = None,
         rows: int | None = None,
         numbers: Sequence[int] | None = None,
+        memory: Memory | None = None,
     ) -> Iterator[Progress]:
         """As `generate`, telling of every reply after each step. numbers: those of the prompts
-        (None: 0, 1, 2 …), which together with the seed decide what is drawn for each."""
+        (None: 0, 1, 2 …), which together with the seed decide what is drawn for each; memory: of
+        what this generator read before, so that a single prompt is read from there on."""
         sampling = sampling or Sampling()
         if rows is not None and rows < 1:
             raise SpectrainError(f"{rows} rows", where="rows", fix="1 or more, None for all")
@@ -137,7 +140,7 @@ class Generator:
         run = self._started(prompts, most, sampling, ends, count)
         self.clock = run.clock
         try:
-            yield from self._replies(run, prompts, keys, most, waiting, ends)
+            yield from self._replies(run, prompts, keys, most, waiting, ends, memory)
         finally:
             if target.device.type == "cuda":
                 self._run = run  # buffers and graphs serve the next prompts
@@ -150,6 +153,7 @@ class Generator:
         limits: list[int],
         waiting: deque[int],
         ends: Ends,
+        memory: Memory | None,
     ) -> Iterator[Progress]:
         """The loop: prompts into free rows, else a step of all rows, until nothing is left."""
         count = run.rows.count
@@ -162,7 +166,7 @@ class Generator:
                 places = free[: self._together(len(prompts[index]) for index in waiting)]
                 chosen = [waiting.popleft() for _ in places]
                 own = [prompts[index] for index in chosen], [keys[index] for index in chosen]
-                tokens = run.admit(places, *own)
+                tokens = run.admit(places, *own, memory)
                 for place, index, token in zip(places, chosen, tokens, strict=True):
                     work[place], results[index] = index, Completion()
                     texts[index] = [*prompts[index].tolist(), token]
