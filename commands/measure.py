@@ -83,6 +83,7 @@ def eval_alpha(
     head: Head = None,
     out: EvalOut = None,
     temperature: Temperatures = None,
+    limit: Limit = None,
     max_draft: MaxDraft = None,
     seed: Seed = None,
     config: ConfigFile = None,

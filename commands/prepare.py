@@ -67,6 +67,8 @@ def prepare(
 ) -> None:
     """Let the target answer the prompts and store its features.
 
+    --limit chooses by content, so every source is read to its end first.
+
     \b
     Examples:
       spectrain prepare --prompts prompts.jsonl --store runs/store --limit 50

@@ -47,6 +47,7 @@ class Target:
         self.device, self.dtype = model.device, model.dtype
         self.readout = Readout.of(model, self.config, tokenizer)
         self.vocab_size = self.readout.vocab_size
+        self.readable = len(self.readout.embedding.weight)  # ids that may stand in a prompt
         self.max_length = int(self.config.max_position_embeddings)
         # Drafts may reach beyond a table of learned positions; they are read and never accepted.
         table = self.decoder.get_input_embeddings()

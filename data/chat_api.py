@@ -24,6 +24,8 @@ NEUTRAL = {
 # vLLM tells the ids that it read and produced when it is asked to; others ignore this.
 TELL_IDS = {"return_token_ids": True}
 RESERVED = ("model", "messages", "tools", "temperature", "top_p", "max_tokens", "seed", "stream")
+# Of a prompt that is too long for it, as a rule; what is wrong with all requests, the trial shows.
+REFUSALS = (400, 413, 422)
 GO_ON = "the same command goes on where it stopped"
 
 

@@ -10,6 +10,7 @@ _NAMES = {
 }
 _FINISH_OF = {name: finish for finish, names in _NAMES.items() for name in names.split()}
 CALLS = ("tool_calls", "tool_call", "tool_use", "function_call")
+REFUSED = "request-refused"  # there is no reply; no server's own name has a hyphen here
 WHOLE = ("stop", "length")  # the target's words, to their end or to a length
 _LONGEST = 40  # characters of a name; it goes into reports
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import read_json, write_json
+from spectrain.data.finishes import REFUSED
 from spectrain.data.questions import Backend, Question, Reply, Unit
 
 
@@ -57,13 +58,16 @@ class ReplyFolder:
             yield unit, replies
 
     def read(self, units: Iterable[str] | None = None) -> Iterator[tuple[str, Reply]]:
-        """(key of a question, its reply) of these units (by key), or of all that there are; a file
-        that is damaged counts for nothing."""
+        """(key of a question, its reply) of these units (by key), or all that there are; a file
+        that is damaged counts for nothing. Questions that were refused are told of their own unit
+        alone: another run asks them again, perhaps of a server with more room."""
         files = sorted(self.folder.glob("unit-*.json")) if units is None else map(self._file, units)
         for file in files:
             try:
                 found = read_json(file)["replies"]
                 replies = [(key, Reply(**reply)) for key, reply in found.items()]
+                if units is None:
+                    replies = [(key, reply) for key, reply in replies if reply.finish != REFUSED]
             except (SpectrainError, KeyError, TypeError, AttributeError):
                 continue
             yield from replies

@@ -21,8 +21,10 @@ from urllib.parse import urlsplit
 
 from spectrain.core.config import nearest
 from spectrain.core.errors import SpectrainError
+from spectrain.core.progress import say
 from spectrain.data.chat_api import (
     NEUTRAL,
+    REFUSALS,
     RESERVED,
     TELL_IDS,
     check_prompt,
@@ -32,6 +34,7 @@ from spectrain.data.chat_api import (
     reply_of,
     tools_of,
 )
+from spectrain.data.finishes import REFUSED
 from spectrain.data.questions import Question, Reply, Unit
 
 CONNECT_SECONDS = 15.0
@@ -51,7 +54,7 @@ class Server:
     server reads another prompt than the target
     facts: what was asked in this run: replies, prompt_tokens and completion_tokens as the server
     counts them (its count of a reply differs from the target's by the end-of-turn token at most,
-    or its tokenizer is another)
+    or its tokenizer is another); refused
     """
 
     url: str
@@ -96,6 +99,7 @@ class Server:
 
         Raises SpectrainError where the request, the key or the model is wrong or the server reads
         other prompts; RunFailed where it goes on failing. Units finished by then were handed over.
+        A single question that the server refuses has a reply without a text that says so.
         """
         units = iter(units)
         if (first := next(units, None)) is None:
@@ -191,7 +195,13 @@ class Server:
         except SpectrainError as error:
             raise self._placed(error, question) from None
         except (openai.OpenAIError, ValueError) as error:
-            raise self._explained(error, question) from None
+            explained = self._explained(error, question)
+            if trial or getattr(error, "status_code", None) not in REFUSALS:
+                raise explained from None
+            if not self.facts["refused"]:  # what the server says is worth a line, once
+                say(f"{explained.where}: {explained.what}; such prompts are left out and counted")
+            self.facts["refused"] += 1
+            return Reply("", REFUSED, None)
 
     def _reply(self, answer: Any, question: Question, trial: bool) -> Reply:
         try:

@@ -49,7 +49,7 @@ class Source(Config):
     streaming: bool = Field(
         False,
         description="read a dataset of the hub over the network, row by row, "
-        "instead of fetching all of it to the disk first",
+        "instead of fetching all of it to the disk first; to its end unless rows is given",
     )
 
     @model_validator(mode="before")

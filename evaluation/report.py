@@ -38,7 +38,10 @@ def render(report: Mapping[str, Any]) -> Group:
         parts += [_positions(measured), _tau(measured), Text(_runs(measured), style="dim")]
         if len(measured["domains"]) > 1:
             parts.append(_domains(measured["domains"]))
-    return Group(*parts, Text(), _definitions(report["definitions"]))
+    parts += [Text(), _definitions(report["definitions"])]
+    if report["plot"]:
+        parts.append(Text(f"plot {report['plot']}"))
+    return Group(*parts)
 
 
 def number(interval: Mapping[str, float | None], digits: int) -> Text:
@@ -52,8 +55,9 @@ def number(interval: Mapping[str, float | None], digits: int) -> Text:
 
 
 def _headline(measured: Mapping[str, Any]) -> str:
-    used, rows = measured["conversations"], measured["rows"]
-    of = f" of {rows:,} rows (those answered at it)" if used < rows else ""
+    used, usable, rows = (measured[name] for name in ("conversations", "usable", "rows"))
+    which = "those answered at it" if used == usable else f"the first of {usable:,}"
+    of = f" of {rows:,} rows ({which})" if used < rows else ""
     return (
         f"temperature {measured['temperature']:g}: {used:,} conversations{of}, "
         f"{measured['positions'][0]['anchors']:,} anchors, {measured['tokens']:,} tokens"

@@ -51,7 +51,8 @@ WARPS = {
 class ToyTarget:
     """Logits of the next token: a row of a table, chosen by the last token."""
 
-    device, stop_ids, max_length, vocab_size = torch.device("cpu"), (), 64, VOCAB
+    device, stop_ids, max_length = torch.device("cpu"), (), 64
+    vocab_size = readable = VOCAB
 
     def __init__(self, seed: int = 4) -> None:
         self.table = 1.2 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))

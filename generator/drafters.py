@@ -93,15 +93,32 @@ class Drafter:
         self._slots = slots
         self.state = self.head.start(rows, slots) if self.head else None
 
-    def admit(self, rows: Tensor, tokens: Tensor, features: Features, counts: Tensor) -> None:
+    def admit(
+        self,
+        rows: Tensor,
+        tokens: Tensor,
+        features: Features,
+        counts: Tensor,
+        known: int = 0,
+        before: Any = None,
+    ) -> Any:
         """Read prompts into `rows` [A], all but the last position, which the next step reads.
+        Returns the state that has read them and nothing else, None without a head.
 
         tokens [A, n+1] right-padded prompts, the target's choice behind each; counts [A] of prompts
+        before: a state that has read the `known` positions of a prompt's begin, which are left out
+        of all the rest
         """
-        if self.head:
-            new = self.head.start(len(tokens), features.last.shape[1])
+        if self.head is None:
+            return None
+        new = self.head.start(len(tokens), known + features.last.shape[1])
+        if not known:
             self.head.begin(new, tokens, features, counts - 1)
-            self.head.adopt(self.state, rows, new)
+        else:
+            self.head.adopt(new, rows.new_zeros(1), before)
+            self.head.extend(new, tokens[:, 1:], features, counts - 1)
+        self.head.adopt(self.state, rows, new)
+        return new
 
     def keep(self, rows: Tensor) -> None:
         """Only `rows` [B'] stay, in that order."""

@@ -25,6 +25,7 @@ from spectrain.core.batch import Features
 from spectrain.core.target import Target
 from spectrain.generator.completion import Clock
 from spectrain.generator.drafters import Drafter
+from spectrain.generator.memory import Memory
 from spectrain.generator.processors import Processors
 from spectrain.generator.replay import Replay
 from spectrain.generator.rows import Rows
@@ -67,8 +68,15 @@ class Run:
 
     # ── prompts come in ──────────────────────────────────────────────────────
 
-    def admit(self, places: list[int], prompts: list[Tensor], keys: list[int]) -> list[int]:
-        """Read prompts [n] into the rows `places`; the target's first token for each."""
+    def admit(
+        self,
+        places: list[int],
+        prompts: list[Tensor],
+        keys: list[int],
+        memory: Memory | None = None,
+    ) -> list[int]:
+        """Read prompts [n] into the rows `places`; the target's first token for each. memory: what
+        a single one is known to begin with is not read again."""
         started = time.perf_counter()
         lengths = [len(prompt) for prompt in prompts]
         tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(self.device)
@@ -78,16 +86,17 @@ class Run:
 
         # Right-padded rows: what is written beyond a row's length is never seen.
         cache = self.target.new_cache(*tokens.shape)
+        known = memory.fill(prompts, cache) if memory else 0
         features = self.target.forward(
-            tokens, cache=cache, aux_layers=self.drafter.aux_layers, view=tokens.shape[1]
+            tokens[:, known:], cache=cache, aux_layers=self.drafter.aux_layers, view=tokens.shape[1]
         )
-        cache.commit(counts)
+        cache.commit(counts - known)
         for place, length in zip(places, lengths, strict=True):
             self.lengths[place] = length
         self.cache.reserve(self._view(max(self.lengths) + self.drafter.width))
         self.cache.adopt(rows, cache)
 
-        at_end = features.at((counts - 1)[:, None])  # [A, 1, …]
+        at_end = features.at((counts - known - 1)[:, None])  # [A, 1, …]
         logits = self.target.logits(at_end.last[:, 0])
         if self.processors:
             self.processors.admit(rows, tokens, counts)
@@ -96,7 +105,10 @@ class Run:
         read = torch.cat([tokens, torch.zeros_like(tokens[:, :1])], dim=1)
         read.scatter_(1, counts[:, None], current[:, None])
         # Its first reading of the prompt is no drafting yet: it counts as prefill.
-        self.drafter.admit(rows, read, features, counts)
+        before = memory.state if memory and known else None
+        state = self.drafter.admit(rows, read[:, known:], features, counts - known, known, before)
+        if memory:
+            memory.keep(prompts, cache, state)
         self.rows.admit(rows, own_keys, current, at_end if self.drafter.head else None)
         self.rows.live.index_fill_(0, rows, True)
         first = current.tolist()

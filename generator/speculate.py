@@ -19,7 +19,9 @@ from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
 from spectrain.generator.completion import Clock, Completion, Ends
 from spectrain.generator.drafters import Drafter
+from spectrain.generator.limits import limits, require_stops
 from spectrain.generator.lookup import Lookup
+from spectrain.generator.memory import Memory
 from spectrain.generator.randomness import row_key
 from spectrain.generator.rules import Rules, Typical
 from spectrain.generator.run import Run
@@ -110,15 +112,18 @@ class Generator:
         sampling: Sampling | None = None,
         rows: int | None = None,
         numbers: Sequence[int] | None = None,
+        memory: Memory | None = None,
     ) -> Iterator[Progress]:
         """As `generate`, telling of every reply after each step. numbers: those of the prompts
-        (None: 0, 1, 2 …), which together with the seed decide what is drawn for each."""
+        (None: 0, 1, 2 …), which together with the seed decide what is drawn for each; memory: of
+        what this generator read before, so that a single prompt is read from there on."""
         sampling = sampling or Sampling()
         if rows is not None and rows < 1:
             raise SpectrainError(f"{rows} rows", where="rows", fix="1 or more, None for all")
-        limits = self._limits(prompts, max_new_tokens)
-        waiting = deque(index for index, limit in enumerate(limits) if limit)
-        for index, limit in enumerate(limits):
+        most = limits(self.target, prompts, max_new_tokens)
+        require_stops(self.target, sampling.stop_ids)
+        waiting = deque(index for index, limit in enumerate(most) if limit)
+        for index, limit in enumerate(most):
             if not limit:
                 yield Progress(index, Completion(finish="length"), 0)
         if not waiting:
@@ -132,10 +137,10 @@ class Generator:
         given = range(len(prompts)) if numbers is None else numbers
         keys = [row_key(sampling.seed, number) for number in given]
         count = min(rows or len(prompts), len(waiting))
-        run = self._started(prompts, limits, sampling, ends, count)
+        run = self._started(prompts, most, sampling, ends, count)
         self.clock = run.clock
         try:
-            yield from self._replies(run, prompts, keys, limits, waiting, ends)
+            yield from self._replies(run, prompts, keys, most, waiting, ends, memory)
         finally:
             if target.device.type == "cuda":
                 self._run = run  # buffers and graphs serve the next prompts
@@ -148,6 +153,7 @@ class Generator:
         limits: list[int],
         waiting: deque[int],
         ends: Ends,
+        memory: Memory | None,
     ) -> Iterator[Progress]:
         """The loop: prompts into free rows, else a step of all rows, until nothing is left."""
         count = run.rows.count
@@ -160,7 +166,7 @@ class Generator:
                 places = free[: self._together(len(prompts[index]) for index in waiting)]
                 chosen = [waiting.popleft() for _ in places]
                 own = [prompts[index] for index in chosen], [keys[index] for index in chosen]
-                tokens = run.admit(places, *own)
+                tokens = run.admit(places, *own, memory)
                 for place, index, token in zip(places, chosen, tokens, strict=True):
                     work[place], results[index] = index, Completion()
                     texts[index] = [*prompts[index].tolist(), token]
@@ -233,28 +239,6 @@ class Generator:
         """Whether to drop finished rows: not on a GPU, whose shapes stay; elsewhere once a quarter
         is done, for moving the caches costs, too."""
         return self.target.device.type != "cuda" and free >= 0.25 * count
-
-    def _limits(self, prompts: Sequence[Tensor], max_new_tokens: int) -> list[int]:
-        """New tokens each prompt may get: the wish, or what is left of the target's context."""
-        if max_new_tokens < 0:
-            raise SpectrainError(f"max-new-tokens {max_new_tokens} is negative")
-        longest = self.target.max_length
-        for index, prompt in enumerate(prompts):
-            if prompt.dim() != 1 or prompt.dtype != torch.int64:
-                raise SpectrainError(
-                    f"a tensor {list(prompt.shape)} of {prompt.dtype}",
-                    where=f"prompt {index + 1}",
-                    fix="give token ids as an int64 tensor of one dimension",
-                )
-            if not 0 < len(prompt) < longest:
-                raise SpectrainError(
-                    f"{len(prompt)} tokens; the target reads {longest}, one of them for the reply",
-                    where=f"prompt {index + 1}",
-                    fix="shorten the prompt"
-                    if len(prompt)
-                    else "an empty prompt has no next token",
-                )
-        return [min(max_new_tokens, longest - len(prompt)) for prompt in prompts]
 
 
 def _drafter(

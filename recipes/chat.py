@@ -16,6 +16,7 @@ from spectrain.data.conversations import Conversation
 from spectrain.data.tokenise import require_template
 from spectrain.evaluation.race import summary
 from spectrain.generator.completion import Completion
+from spectrain.generator.memory import Memory
 from spectrain.generator.speculate import Generator
 from spectrain.generator.text import Growing, text_of
 from spectrain.recipes.drafting import DraftingConfig, SamplingConfig
@@ -47,6 +48,7 @@ def run(config: ChatConfig, lines: Iterator[str] | None = None) -> dict[str, Any
     print(f"{target.name}, {way}{lossy}. {HELP}", file=sys.stderr)
     opening = [{"role": "system", "content": config.system}] if config.system else []
     messages, done, seconds = list(opening), [], []
+    memory = Memory()  # of what was read: a turn reads no more than is new
     for line in _typed() if lines is None else lines:
         line = line.strip()
         if line in ("/exit", "/quit"):
@@ -63,7 +65,7 @@ def run(config: ChatConfig, lines: Iterator[str] | None = None) -> dict[str, Any
             turn = [*messages, {"role": "user", "content": line}]
             started = time.perf_counter()
             try:
-                reply, text = _reply(config, target, generator, turn, len(done))
+                reply, text = _reply(config, target, generator, memory, turn, len(done))
             except SpectrainError as error:
                 # The turn is taken back; the conversation can go on.
                 print(f"{error}; or /reset", file=sys.stderr)
@@ -88,6 +90,7 @@ def _reply(
     config: ChatConfig,
     target: Target,
     generator: Generator,
+    memory: Memory,
     messages: list[dict[str, str]],
     number: int,
 ) -> tuple[Completion, str]:
@@ -95,7 +98,8 @@ def _reply(
     prompt = ids_of(target, Conversation("chat", "chat", tuple(messages)))
     stops = (*target.stop_ids, *config.stop_ids)
     growing, reply = Growing(target.tokenizer.decode, stops, config.stop), Completion()
-    work = generator.stream([prompt], config.max_new_tokens, config.sampling(), numbers=[number])
+    asked = config.sampling(), None, [number], memory
+    work = generator.stream([prompt], config.max_new_tokens, *asked)
     try:
         for state in work:
             reply = state.completion

@@ -34,6 +34,11 @@ class EvalConfig(Config):
     store: Path = Field(description="feature store that `prepare` wrote")
     head: Path = Field(description="folder of the trained head")
     split: Literal["heldout", "train"] = Field("heldout", description="rows to measure on")
+    limit: int | None = Field(
+        None,
+        ge=1,
+        description="conversations measured at each temperature, the first in the store's order",
+    )
     temperature: Annotated[list[float], BeforeValidator(as_list)] = Field(
         [0.0, 1.0], description="temperatures of target and draft; 0 is greedy"
     )
@@ -78,7 +83,8 @@ def run(config: EvalConfig) -> dict[str, Any]:
             where="--max-draft",
             fix="measure fewer positions",
         )
-    used = {t: rows_for(t, rows) for t in config.temperature}
+    usable = {t: rows_for(t, rows) for t in config.temperature}
+    used = {t: own[: config.limit] for t, own in usable.items()}
     top_p = store.manifest["settings"].get("top_p", 1.0)  # absent: no reply was drawn
     measured = measure(target, head, source, used, steps)
     if not any(found.replies for group in measured.values() for found in group):
@@ -93,13 +99,15 @@ def run(config: EvalConfig) -> dict[str, Any]:
         "weights": weights_digest(config.head),
         "store": str(config.store),
         "split": config.split,
+        "limit": config.limit,
         "max_draft": steps,
         "seed": config.seed,
         "temperatures": [
             {
                 "temperature": temperature,
                 "rows": len(rows),
-                "note": _note(temperature, used[temperature], top_p),
+                "usable": len(usable[temperature]),
+                "note": _note(temperature, used[temperature], len(usable[temperature]), top_p),
                 **summarise(conversations, steps, config.seed),
                 "ranks": None if temperature else rank_table(conversations, steps),
                 "domains": by_domain(conversations, steps, config.seed),
@@ -117,20 +125,23 @@ def run(config: EvalConfig) -> dict[str, Any]:
     return report
 
 
-def _note(temperature: float, rows: list[RowInfo], top_p: float) -> str | None:
-    """What the reader must know when the text was not drawn from the distribution measured."""
-    parts = []
+def _note(temperature: float, rows: list[RowInfo], usable: int, top_p: float) -> str | None:
+    """What the reader must know when these are not all rows that could be measured, or their text
+    was not drawn from the distribution measured."""
+    notes, parts = [], []
+    if len(rows) < usable:
+        notes.append(f"a part of the rows: the first {len(rows):,} of {usable:,}")
     if any(row.temperature != temperature for row in rows):
         parts.append(f"replies sampled at {_temperatures(rows)}, not at {temperature:g}")
     # At temperature 0 a nucleus changes nothing, neither in the text nor in the measure.
     if top_p < 1 and temperature > 0 and any(row.temperature for row in rows):
         parts.append(f"replies drawn with top_p {top_p:g}, measured without it")
-    if not parts:
-        return None
-    return (
-        f"{'; '.join(parts)}: the numbers are teacher-forced on text that was not drawn from the "
-        "distribution measured"
-    )
+    if parts:
+        notes.append(
+            f"{'; '.join(parts)}: the numbers are teacher-forced on text that was not drawn from "
+            "the distribution measured"
+        )
+    return "; ".join(notes) or None
 
 
 def _temperatures(rows: list[RowInfo]) -> str:

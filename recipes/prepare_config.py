@@ -66,7 +66,10 @@ class PrepareConfig(Config):
     )
     store: Path = Field(Path("runs/store"), description="folder of the feature store")
     limit: int | None = Field(
-        None, ge=1, description="use this many conversations, the first in order of content hash"
+        None,
+        ge=1,
+        description="use this many conversations, the first in order of content hash: every source "
+        "is read to its end, unless it has `rows`",
     )
     template_date: TemplateDate = Field(
         None,

@@ -123,12 +123,15 @@ def _notes(report: dict) -> list[str]:
             f"{counts['loops'] / total:.0%} of the replies go round in circles, which is easy to "
             "guess and seldom wanted: --set loops=drop leaves them out"
         )
+    up, down = "raise --heldout", "lower --heldout to train on this store"
+    if total == 1 or sum(source["used"] for source in report["sources"]) == 1:
+        up = down = "give more prompts: one alone is trained on or held out, never both"
     if not rows["heldout"]:
-        notes.append("no held-out rows, eval-alpha has nothing to measure; raise --heldout")
+        notes.append(f"no held-out rows, eval-alpha has nothing to measure; {up}")
     elif rows["heldout"] < 20:
-        notes.append(f"{rows['heldout']} held-out rows measure little; raise --heldout")
+        notes.append(f"{rows['heldout']} held-out rows measure little; {up}")
     if not rows["train"]:
-        notes.append("no training rows; lower --heldout to train on this store")
+        notes.append(f"no training rows; {down}")
     elif rows["train"] < 8:
         notes.append(f"{rows['train']} training rows teach a head little")
     if report["given_heldout"]:

@@ -37,7 +37,9 @@ class TrainConfig(TrainerSettings):
         description="folder of a head (or of its run) to start from; its draft vocabulary is kept",
     )
     extend: bool = Field(
-        False, description="let a run go on to more steps than it was started with"
+        False,
+        description="let a run go on to more steps than it was started with; the schedule of the "
+        "learning rate is then that of the new number",
     )
     put_back: Path | None = Field(
         None,

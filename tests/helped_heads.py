@@ -194,7 +194,8 @@ class NoisyTarget:
 class Markov:
     """A target of 6 tokens, each drawn given the one before; and a head that knows it roughly."""
 
-    device, stop_ids, max_length, vocab_size = torch.device("cpu"), (), 64, 6
+    device, stop_ids, max_length = torch.device("cpu"), (), 64
+    vocab_size = readable = 6
     longest_draft, needs, tree, reduced = 16, Needs(), None, False
     config = SimpleNamespace(steps=3, draft_vocab_size=6, vocab_size=6)
 

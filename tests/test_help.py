@@ -72,6 +72,7 @@ IN_WORDS = {
             ("proposal", "drawn for unplanned chains, else top-k"),
         )
     },
+    ("eval-alpha", "limit"): (None, "all"),
     ("eval-alpha", "max_draft"): (None, f"up to {evaluate.MAX_DRAFT}"),
     ("plan", "max_draft"): (None, f"up to {plan.MAX_DRAFT}"),
     ("plan", "limit"): (None, "all"),

@@ -6,6 +6,7 @@ held-out rows is measured by all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from accelerate import Accelerator
 from torch import Tensor
 
+from spectrain.core.progress import say
+from spectrain.trainer import optim
 from spectrain.trainer.metrics import HELDOUT, MetricsFile, Window, read_heldout, read_metrics
 from spectrain.trainer.settings import TrainerSettings
 from spectrain.trainer.tracking import start_trackers
@@ -40,11 +43,30 @@ def opened(
         [row for row in read(run) if row["step"] <= state.step]
         for read in (read_metrics, read_heldout)
     ]
+    _say_new_rate(settings, past[0], state.step)
     file = MetricsFile(run, after=state.step) if accelerator.is_main_process else None
     start_trackers(accelerator, identity, run, state.step)
     with watch(settings.steps, state.step, *past, accelerator.device) as view:
         evaluated = past[1][-1]["step"] if past[1] else 0
         yield Journal(settings, accelerator, file, view, state, evaluate, evaluated)
+
+
+def _say_new_rate(settings: TrainerSettings, past: Sequence[Mapping[str, Any]], done: int) -> None:
+    """Tell how the learning rate goes on behind `done` steps where the rows of the past followed
+    the schedule of another number of steps: a run that was finished had come down to almost 0."""
+
+    def rate(step: int) -> float:
+        assert settings.steps is not None, "the recipe has worked out the number of steps"
+        return settings.lr * optim.factor(settings.schedule, step, settings.steps, settings.warmup)
+
+    if not past or done == settings.steps:
+        return
+    last, before = past[-1]["step"], past[-1]["lr"]
+    if not math.isclose(before, rate(last - 1), rel_tol=1e-6):
+        say(
+            f"the {settings.schedule} schedule is now that of {settings.steps} steps: the learning "
+            f"rate was {before:.2g} in step {last}, it goes on with {rate(done):.2g}"
+        )
 
 
 class Journal:

@@ -17,6 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import atomic_write
+from spectrain.core.progress import say
 from spectrain.trainer.muon import working_type
 from spectrain.trainer.settings import TrainerSettings
 
@@ -65,7 +66,8 @@ def start_trackers(
     """Open the chosen tracker for a run that goes on behind `step` (0: a new one).
 
     wandb goes on under the id that is kept in the run's folder, and stays offline when nobody is
-    logged in; of tensorboard's points those of steps that will run again are taken back.
+    logged in; then one line says where its run lies, instead of its own report. Of tensorboard's
+    points those of steps that will run again are taken back.
     """
     if not accelerator.is_main_process or not accelerator.log_with:
         return
@@ -74,6 +76,9 @@ def start_trackers(
         wandb |= {"id": _wandb_id(run, new=step == 0), "resume": "allow"}
     if not _has_wandb_key() and "WANDB_MODE" not in os.environ:
         wandb["mode"] = "offline"
+    offline = wandb.get("mode", os.environ.get("WANDB_MODE")) == "offline"
+    if offline:
+        wandb["settings"] = {"silent": True}
     # Trackers take plain values only.
     plain = {
         key: value if isinstance(value, (int, float, str, bool)) else str(value)
@@ -84,6 +89,9 @@ def start_trackers(
         config=None if step else plain,
         init_kwargs={"wandb": wandb, "tensorboard": {"purge_step": step + 1}},
     )
+    if offline and "id" in wandb:
+        folder = accelerator.get_tracker("wandb", unwrap=True).settings.sync_dir
+        say(f"wandb is offline; when the run is done: wandb sync {folder}")
 
 
 def _wandb_id(run: Path, new: bool) -> str:

@@ -17,6 +17,7 @@ from chat_server import (
 )
 
 from spectrain.core.errors import RunFailed, SpectrainError
+from spectrain.data.finishes import REFUSED
 from spectrain.data.questions import Reply
 from spectrain.data.server import Server
 
@@ -151,6 +152,25 @@ def test_what_the_user_can_mend_is_told_at_once(status, told, shape):
     assert told in failing(error)
     assert len(server.trials) == 1
     assert not server.asked
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_question_that_is_refused_alone_ends_nothing(status, monkeypatch, capsys):
+    """Of a prompt too long for the server: the others are answered, its words are told once."""
+    monkeypatch.delenv("SPECTRAIN_QUIET", raising=False)
+
+    def short(body):
+        refused = (status, {"error": {"message": "maximum context length is 9 tokens"}})
+        return refused if ask_of(body) in ("question 101", "question 102") else echo(body)
+
+    with ChatServer(short) as server:
+        asking = backend(server, concurrency=1)
+        [(_, replies)] = asking.answer([unit(1)])
+    assert [reply.finish for reply in replies] == ["stop", REFUSED, REFUSED]
+    assert asking.facts["refused"] == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "question 101" in line
+    assert f"({status}: maximum context length is 9 tokens); such prompts are left out" in line
 
 
 def test_a_model_that_the_server_has_not():

@@ -99,6 +99,32 @@ def test_report(settings, tmp_path):
         assert word in shown
 
 
+def test_a_part_is_measured_and_said_to_be_one(settings, tiny, tmp_path):
+    """The first rows in the store's order at each temperature, with the numbers of a store that
+    holds no others."""
+    settings = settings | {"store": str(make_store(tmp_path / "more", tiny, SHAPES * 2))}
+    whole = evaluate(settings, temperature=[0, 1])
+    part = evaluate(settings, temperature=[0, 1], limit=2)
+    assert (whole["limit"], part["limit"]) == (None, 2)
+    assert [found["conversations"] for found in whole["temperatures"]] == [4, 2]
+    greedy, sampled = part["temperatures"]
+    assert (greedy["conversations"], greedy["usable"], greedy["rows"]) == (2, 4, 8)
+    assert greedy["note"] == "a part of the rows: the first 2 of 4"
+    alone = {"store": str(make_store(tmp_path / "alone", tiny, SHAPES)), "temperature": 0}
+    assert greedy["positions"] == evaluate(settings | alone)["temperatures"][0]["positions"]
+    assert sampled == whole["temperatures"][1]  # there are no more
+    shown = printed(part)
+    assert "2 conversations of 8 rows (the first of 4)" in shown
+    assert "note: a part of the rows: the first 2 of 4" in shown
+    assert "a part of the rows" not in printed(whole)
+    (other,) = evaluate(settings, temperature=0.5, limit=3)["temperatures"]
+    assert other["note"].startswith("a part of the rows: the first 3 of 8; replies sampled at 0 (2")
+
+
+def test_the_report_says_where_the_plot_is(settings, tmp_path):
+    assert f"plot {tmp_path}" in "".join(printed(evaluate(settings)).split("\n"))
+
+
 def test_no_row_at_this_temperature(settings):
     """All rows are used, and the report says what they are."""
     (measured,) = evaluate(settings, temperature=0.5)["temperatures"]
@@ -216,3 +242,4 @@ def test_a_plot_that_cannot_be_written_costs_nothing_else(settings, monkeypatch,
     assert report["plot"] is None
     assert report["temperatures"][0]["positions"][0]["anchors"] > 0
     assert "no plot: " in capsys.readouterr().err
+    assert "plot None" not in printed(report)

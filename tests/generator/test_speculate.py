@@ -116,6 +116,19 @@ def test_context_limit(tiny, stock):
         Generator(tiny).generate([near], -1)
 
 
+def test_ids_that_the_target_does_not_have_are_refused(tiny):
+    """In one line that names the prompt, and not by an index error inside the model."""
+    good = torch.tensor([5, 6])
+    for ids, told in (([5, tiny.vocab_size], tiny.vocab_size), ([-1, 5], -1)):
+        with pytest.raises(SpectrainError, match=f"^prompt 2: {told} is no token of 0 … "):
+            Generator(tiny).generate([good, torch.tensor(ids)], 4)
+    for stop in (tiny.vocab_size, -1):
+        with pytest.raises(SpectrainError, match=f"^stop_ids: {stop} is no token of 0 … "):
+            Generator(tiny).generate([good], 4, Sampling(stop_ids=(5, stop)))
+    last = tiny.vocab_size - 1
+    Generator(tiny).generate([torch.tensor([0, last])], 1, Sampling(stop_ids=(0, last)))
+
+
 @pytest.mark.parametrize("tree", [None, TreeDefaults(top_k=2, depth=3, nodes=6)])
 def test_drafts_beyond_a_table_of_positions(tmp_path, tokenizer, tree):
     """CASE 42 where positions are learned: a block may reach beyond the last one, no reply does."""

@@ -10,6 +10,7 @@ from spectrain.core.config import load_config
 from spectrain.data.conversations import Conversation
 from spectrain.data.tokenise import prompt_ids
 from spectrain.generator.decode import complete
+from spectrain.generator.run import Run
 from spectrain.heads.io import save_head
 from spectrain.recipes.chat import ChatConfig, render, run
 
@@ -43,6 +44,29 @@ def test_turns_are_the_target_s_replies_to_all_that_was_said(talk, tiny):
     assert shown.out == "".join(text + "\n" for text in [*replies, replies[0]])
     assert report["replies"] == 3
     assert "3 replies" in render(report)
+
+
+def test_a_turn_reads_what_is_new(talk, tiny, monkeypatch):
+    """Not the conversation from its beginning: from the end of the last prompt, whose last
+    position is read again. After /reset the prompt is another one."""
+    reads = []
+    admit = Run.admit
+
+    def admitted(self, places, prompts, keys, memory):
+        forward = self.target.forward
+        self.target.forward = lambda tokens, **more: (
+            reads.append((len(prompts[0]), tokens.shape[1])) or forward(tokens, **more)
+        )
+        try:
+            return admit(self, places, prompts, keys, memory)
+        finally:
+            del self.target.forward
+
+    monkeypatch.setattr(Run, "admit", admitted)
+    talk(["one two", "and three?", "and four?", "/reset", "two one"])
+    (first, one), (second, two), (third, three), (again, four) = reads
+    assert (one, four) == (first, again)
+    assert (two, three) == (second - first + 1, third - second + 1)
 
 
 def test_commands_and_mistakes_do_not_end_it(talk, tiny):

@@ -288,6 +288,26 @@ def test_steps_grow_only_when_asked_to(make_head, make_data, fit, tmp_path):
     assert [row["step"] for row in rows] == list(range(1, 9))
 
 
+def test_a_longer_run_says_how_its_rate_goes_on(make_head, make_data, fit, tmp_path, capsys):
+    """A finished cosine has come down to almost nothing; that of more steps has not. A run that
+    goes on as it was, or whose rate stays what it was, has nothing to say."""
+    cosine, constant = tmp_path / "cosine", tmp_path / "constant"
+    fit(make_head(), make_data(), cosine)
+    shutil.rmtree(cosine / "checkpoints" / "step-00000006")
+    fit(make_head(), make_data(), cosine)
+    for steps in (6, 8):
+        options = {"steps": steps, "schedule": "constant", "warmup": 0, "extend": True}
+        fit(make_head(), make_data(), constant, **options)
+    assert "schedule" not in capsys.readouterr().err
+    _, rows = fit(make_head(), make_data(), cosine, steps=8, extend=True)
+    before, after = rows[5]["lr"], rows[6]["lr"]
+    assert before < after
+    told = f"rate was {before:.2g} in step 6, it goes on with {after:.2g}"
+    assert f"the cosine schedule is now that of 8 steps: the learning {told}\n" in (
+        capsys.readouterr().err
+    )
+
+
 def test_all_files_of_a_checkpoint_have_the_mode_of_new_files(make_head, make_data, fit, tmp_path):
     before = os.umask(0o027)
     try:

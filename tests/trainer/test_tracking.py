@@ -145,6 +145,22 @@ def test_wandb_works_offline_and_goes_on_under_the_same_id(accelerator, monkeypa
     assert ids[0] == ids[1] != ids[2]
 
 
+@pytest.mark.slow
+def test_wandb_offline_says_one_line(accelerator, monkeypatch, tmp_path, capfd):
+    """Where the run lies and how it is sent, and none of wandb's own report."""
+    pytest.importorskip("wandb")
+    monkeypatch.setattr(tracking, "_has_wandb_key", lambda: False)
+    tracked = tracking.make_accelerator(TrainerSettings(tracker="wandb"), tmp_path)
+    tracking.start_trackers(tracked, {"lr": 1e-3}, tmp_path, 0)
+    for step in range(3):
+        tracked.log({"loss": 1.0}, step=step + 1)
+    tracked.end_training()
+    (folder,) = tmp_path.glob("wandb/offline-run-*")
+    said = capfd.readouterr()
+    told = f"wandb is offline; when the run is done: wandb sync {folder}\n"
+    assert (said.out, said.err) == ("", told)
+
+
 class Crash(Exception):
     pass
 

@@ -98,6 +98,40 @@ def test_a_server_that_dies_loses_only_what_was_open(config, settings, tiny):
         assert len(server.asked) < 11
 
 
+def test_a_prompt_too_long_for_the_server_is_left_out_and_asked_again(config, settings, tiny):
+    """Counted and named as other dropped rows are; a server with more room answers it later. A
+    talk whose later turn is refused keeps those before it."""
+    told, first = {"url": "", "model": "tiny"}, PROMPTS[0]["messages"][0]["content"]
+    with serve(tiny, tell_ids=True) as server:
+        told["url"], says = server.url, server.reply
+
+        def reply(body):
+            answer = says(body)
+            if body["messages"][-1]["content"] == "hello":  # a whole reply: the talk goes on
+                answer["choices"][0] |= {"finish_reason": "stop", "token_ids": None}
+                answer["choices"][0]["message"]["content"] = "yes"
+            return answer
+
+        def narrow(body):
+            texts = [message["content"] for message in body["messages"]]
+            refused = body["max_tokens"] > 1 and (texts[0] == first or "and then?" in texts)
+            return (400, {"error": {"message": "too long"}}) if refused else reply(body)
+
+        server.reply = narrow
+        less = prepare.run(config(**settings, server=told))
+        asked = len(server.asked)
+        server.reply = reply
+        more = prepare.run(config(**settings, server=told))
+    dropped = less["counts"]["dropped"]
+    assert dropped["finish-request-refused"] == 1
+    assert dropped["later-turn-finish-request-refused"] == 1
+    assert less["dropped_at"]["finish-request-refused"][0].startswith(str(settings["prompts"]))
+    assert "1 finish-request-refused" in prepare.render(less)
+    assert len(server.asked) == asked + 2  # and nothing else
+    assert not [reason for reason in more["counts"]["dropped"] if "refused" in reason]
+    assert sum(more["counts"]["rows"].values()) > sum(less["counts"]["rows"].values())
+
+
 def test_new_weights_under_the_same_name_are_asked_anew(
     config, settings, tiny, tokenizer, tmp_path
 ):

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from preparing import prompt, talk, write
+from preparing import PROMPTS, prompt, talk, write
 
 from spectrain.core.errors import SpectrainError
 from spectrain.data.store import FeatureStore
@@ -221,3 +221,13 @@ def test_the_summary_warns_of_what_will_hurt_later(config):
     text = prepare.render(report)
     assert "most replies were cut off" in text
     assert "no held-out rows" in text
+
+
+@pytest.mark.parametrize("heldout", [0.0, 1.0])
+def test_one_prompt_is_said_to_be_too_few(config, tmp_path, heldout):
+    """No share held out makes a store of it that can be trained on and measured."""
+    rows = write(tmp_path / "one.jsonl", PROMPTS[:1])
+    said = prepare.render(prepare.run(config(prompts=rows, heldout=heldout)))
+    lacks = "no training rows" if heldout else "no held-out rows, eval-alpha has nothing to measure"
+    assert f"note: {lacks}; give more prompts: one alone is trained on or held out" in said
+    assert "--heldout" not in said
