@@ -8,12 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from eagle_files import edit, export
 from head_kinds import KINDS
 
 from spectrain.core.errors import SpectrainError
 from spectrain.evaluation import behaviour
 from spectrain.evaluation.causes import causes
-from spectrain.heads.io import save_head
+from spectrain.export import aux_layers
+from spectrain.heads.io import load_head, save_head
 from spectrain.recipes.doctor_verdicts import next_position
 
 
@@ -56,6 +58,26 @@ def test_layers_one_lower(examine, spoilt):
     report = examine(spoilt("eagle3", config=lambda c: c.update(aux_layers=[0, 1, 2])))
     assert likely(report) == "auxiliary layers one higher"
     assert fix(report).startswith("in config.json, set aux_layers to [1, 2, 3]: ")
+
+
+@pytest.mark.parametrize(("ids", "meant"), [([2, 3, 4], True), ([3, 4, 5], False)])
+def test_ids_that_engines_number_differently(
+    examine, trained, target, tmp_path, monkeypatch, ids, meant
+):
+    """Of a target like this one nobody can tell inputs from outputs by the file: it is said, and
+    what is accepted decides. The head reads the outputs of 1, 2 and 3."""
+    kind = target.config.model_type
+    monkeypatch.setattr(aux_layers, "_INPUTS_TO_SGLANG", {kind})
+    head = load_head(trained("eagle3")).bind(target.readout)
+    folder = export(head, target, "vllm", tmp_path / "out")
+    edit(folder, None, {"eagle_config": {aux_layers.KEY: ids}}, drop=(aux_layers.KEY,))
+    report = examine(folder)
+    assert f"ambiguous for a {kind}" in told(report, "warn")["auxiliary layers"]
+    if meant:
+        assert likely(report) is None
+    else:
+        assert likely(report) == "the layers read are one too high"
+        assert f"set {aux_layers.KEY} to [2, 3, 4] (layer inputs)" in fix(report)
 
 
 def test_parts_of_fc_in_another_order(examine, spoilt):
