@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState, GradientState
 from preparing import PROMPTS, write
 from ranks import free_port, run_on_ranks
 from safetensors.torch import load_file
+from same_runs import require_same
 
 from spectrain.core.config import load_config
 from spectrain.recipes import prepare, train
@@ -65,25 +66,6 @@ def flags(config):
     settings |= {name: getattr(config, name) for name in names}
     own = ["--target", config.target, "--store", str(config.store), "--out", str(config.out)]
     return own + [part for k, v in settings.items() for part in ("--set", f"{k}={v}")]
-
-
-def require_same(one, two, *, atol=2e-5):
-    """Rounding of other orders of sums, which a step of Adam at the rate 1e-3 makes larger where a
-    gradient is next to 0: 2 % of what it moves a value by."""
-    expected, rows = read_metrics(one), read_metrics(two)
-    assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in expected], rel=1e-5)
-    norms = [[r["grad_norm"] for r in found] for found in (rows, expected)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    assert [r["seen"] for r in rows] == [r["seen"] for r in expected]
-    names = [sorted(str(p.relative_to(o)) for p in o.rglob("*") if p.is_file()) for o in (one, two)]
-    assert names[0] == names[1]
-    for name in (name for name in names[0] if name.endswith(".safetensors")):
-        left, right = load_file(one / name), load_file(two / name)
-        assert {k: (v.shape, v.dtype) for k, v in left.items()} == {
-            k: (v.shape, v.dtype) for k, v in right.items()
-        }
-        for key, value in left.items():
-            assert (value.double() - right[key].double()).abs().max() <= atol, (name, key)
 
 
 MODES = {
