@@ -77,11 +77,10 @@ def run(config: TrainConfig) -> dict[str, Any]:
     options = options_of(config)
     config = config.model_copy(update={"mixed_precision": precision(config)})
     start_all()
-    asked_for, deepspeed = sharding_asked_for(), zero_config.asked_for()
+    asked_for, way = sharding_asked_for(), zero.way(zero_config.asked_for(), config)
     accelerator = make_accelerator(config, config.out)
     main = accelerator.is_main_process
     try:
-        way = zero.way(deepspeed, config, accelerator)
         if main:
             with disk_errors(config.out):
                 config.out.mkdir(parents=True, exist_ok=True)

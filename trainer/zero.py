@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from packaging.specifiers import SpecifierSet
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -41,18 +43,18 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _BUCKET = 500_000_000  # numbers that are exchanged at a time, at most, where the config is silent
 
 
-def way(
-    asked: Mapping[str, Any] | None, settings: TrainerSettings, accelerator: Accelerator
-) -> Way:
-    """How to update a head where the launcher asked for this config (`zero_config.asked_for`).
+def way(asked: Mapping[str, Any] | None, settings: TrainerSettings) -> Way:
+    """How to update a head where the launcher asked for this config (`zero_config.asked_for`); to
+    be called before the processes know each other, so that all of them end in the same error.
 
     Raises SpectrainError where the package is missing and for what `zero_config.checked` refuses.
     """
     if asked is None:
         return Plain
-    config = checked(asked, settings, accelerator.num_processes)
+    processes = int(os.environ.get("WORLD_SIZE") or 1)
+    config = checked(asked, settings, processes)
     _require_package()
-    if accelerator.num_processes == 1:
+    if processes == 1:
         print("DeepSpeed has nothing to cut: there is one process", file=sys.stderr)
         return Plain
     return partial(Zero, config)
@@ -80,9 +82,11 @@ class Zero:
         self._whole = [list(group["params"]) for group in groups]
         adamw = AdamW(groups, fused=groups[0]["fused"])
         adamw.register_step_pre_hook(self._let_rest)
-        names = {id(value): name for name, value in head.named_parameters()}
-        self._names = {id(v): names[id(v)] for values in self._whole for v in values}
-        size = sum(value.numel() for values in self._whole for value in values)
+        group = {id(v): index for index, values in enumerate(self._whole) for v in values}
+        own = [(name, v) for name, v in head.named_parameters() if id(v) in group]
+        self._names = {id(value): name for name, value in own}
+        self._order = [(value, group[id(value)]) for _, value in reversed(own)]
+        size = sum(value.numel() for _, value in own)
         told = {f"{ZERO}.reduce_bucket_size": min(size, _BUCKET), **config}
         full = {key: value for key, value in told.items() if "." not in key}
         full[ZERO] = {k.removeprefix(f"{ZERO}."): v for k, v in told.items() if "." in k}
@@ -91,9 +95,12 @@ class Zero:
         full["gradient_clipping"] = settings.clip
         try:
             self._engine, *_ = deepspeed.initialize(model=head, optimizer=adamw, config=full)
-        except (ValueError, AssertionError) as error:  # of its own checks of the config
-            line = " ".join(str(error).split())
-            raise SpectrainError(line, where="DeepSpeed", fix="mend its config") from None
+        except ValidationError as error:
+            told = error.errors()[0]
+            key = ".".join(str(part) for part in told["loc"])
+            raise SpectrainError(f"{key}: {told['msg']}", where="DeepSpeed's config") from None
+        except (ValueError, AssertionError) as error:
+            raise SpectrainError(f"{error}", where="DeepSpeed", fix="mend its config") from None
         self._engine.enable_backward_allreduce = False  # it comes after what `micro_batch` adds
         self._zero = self._engine.optimizer
         self._pieces = self._zero.single_partition_of_fp32_groups  # one a group
@@ -117,19 +124,20 @@ class Zero:
         buckets. In the order in which they are ready, which is DeepSpeed's, processes whose graphs
         differ (a term without rows) would add gradients of different tensors."""
         self._engine.set_gradient_accumulation_boundary(last)
-        pairs = [(value, i) for i, values in enumerate(self._whole) for value in values]
-        self._waiting = deque(pair for pair in reversed(pairs) if pair[0].requires_grad)
+        self._waiting = deque(pair for pair in self._order if pair[0].requires_grad)
         self._have.clear()
         yield
         for value, index in self._waiting:
-            if value.grad is None:
+            if value.grad is None:  # here; the others may have one
                 value.grad = torch.zeros_like(value)
             self._reduce(value, index)
         self._engine.allreduce_gradients()
 
     def _ready(self, value: nn.Parameter, index: int) -> None:
-        """Called by DeepSpeed in the backward pass when a tensor has its gradient; index: group."""
-        self._have.add(id(value))
+        """Called by DeepSpeed in the backward pass when a tensor has its gradient, or turns out to
+        have none; index: its group."""
+        if value.grad is not None:
+            self._have.add(id(value))
         while self._waiting and id(self._waiting[0][0]) in self._have:
             self._reduce(*self._waiting.popleft())
 
@@ -229,6 +237,7 @@ def _package(device: str) -> ModuleType:
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
 
+    warnings.filterwarnings("ignore", ".*all_gather_into_tensor. is deprecated", FutureWarning)
     # For CPUs it would first compile sums in shared memory, minutes in which all others wait.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

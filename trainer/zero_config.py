@@ -110,7 +110,8 @@ def _check_stage(stage: Any) -> None:
         fix += ", or leave DeepSpeed out: this stage cuts nothing"
     if stage == 3:
         fix += ", or --use_fsdp --fsdp_version 2, which cuts the target; a head's weights are whole"
-    raise _refused(f"ZeRO stage {stage} is not supported", fix)
+    told = f"{stage:g}" if isinstance(stage, float) else stage
+    raise _refused(f"ZeRO stage {told} is not supported", fix)
 
 
 def _check_run(settings: TrainerSettings) -> None:
