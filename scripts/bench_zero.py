@@ -1,23 +1,25 @@
 """Resident bytes for each trained number, with and without DeepSpeed: after a step, and at most.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 scripts/bench_zero.py --stage 1
+    MALLOC_MMAP_THRESHOLD_=100000 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
+        scripts/bench_zero.py --stage 1
 
-Square matrices in a row, one short row of data, AdamW in float32; stage 0 is DDP.
+Square matrices in a row, two micro-batches of one short row, AdamW in float32; stage 0 is DDP.
+The threshold has the C library give back what is free.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import resource
+from pathlib import Path
 
 import psutil
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from spectrain.trainer import optim
 from spectrain.trainer.settings import TrainerSettings
+from spectrain.trainer.tracking import make_accelerator
 from spectrain.trainer.update import Plain
 from spectrain.trainer.zero import Zero
 
@@ -26,16 +28,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", type=int, choices=(0, 1, 2), required=True)
     parser.add_argument("--size", type=int, default=1024, help="rows and columns of a matrix")
-    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--layers", type=int, default=120)
     parser.add_argument("--bucket", type=int, default=2_000_000, help="numbers in an exchange")
     options = parser.parse_args()
-    accelerator = Accelerator(cpu=None if torch.accelerator.is_available() else True)
+    settings = TrainerSettings(steps=3)
+    accelerator = make_accelerator(settings, Path())
     if options.stage:
         import deepspeed  # noqa: F401  (its own memory is none of a parameter's)
     before = psutil.Process().memory_info().rss
     size = options.size
     net = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(options.layers)))
-    settings = TrainerSettings(steps=3)
     parts = optim.build(net, settings, ())
     if options.stage:
         told = {"stage": options.stage, "reduce_bucket_size": options.bucket}
@@ -44,13 +46,13 @@ def main() -> None:
     else:
         update = Plain(net, parts, settings, accelerator)
     for _ in range(settings.steps):
-        with update.micro_batch(last=True):
-            accelerator.backward(update.model(torch.ones(1, size)).sum())
+        for last in (False, True):
+            with update.micro_batch(last):
+                accelerator.backward(update.model(torch.ones(1, size)).sum())
         update.join()
         update.clip()
         update.step()
         update.clear()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free is not kept
     after = psutil.Process().memory_info().rss
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if accelerator.is_main_process:

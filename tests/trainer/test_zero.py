@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from spectrain.trainer import optim, zero
 from spectrain.trainer.loop import train
 from spectrain.trainer.metrics import read_metrics
 from spectrain.trainer.settings import TrainerSettings
+from spectrain.trainer.update import Plain
 
 pytestmark = pytest.mark.deepspeed
 IDENTITY = {"test": "zero"}
@@ -104,12 +106,48 @@ def unsupervised(batch):
 def test_a_process_without_supervised_rows_adds_nothing_to_other_tensors(
     run, make_data, corpus, stage, micro_batch
 ):
-    """Its graph is another, so tensors have their gradients in another order."""
+    """Its graph is another."""
     rows = sorted(corpus, key=lambda row: row.tokens.shape[1])[:4]
     rows = [rows[0], unsupervised(rows[1]), rows[2], unsupervised(rows[3])]
     options = {"micro_batch": micro_batch}
     one = run(make_data(rows=rows), "one", None, **options)
     require_same(one, run(make_data(rows=rows), "two", stage, **options))
+
+
+class Crossing(torch.nn.Module):
+    """Two matrices of one shape; which one has its gradient first depends on the process."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (torch.nn.Linear(6, 6, bias=False) for _ in range(2))
+
+    def forward(self, x, rank):
+        parts = [self.one, self.two]
+        return sum(i * part(x).square().sum() for i, part in enumerate(parts[:: 1 - 2 * rank], 1))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_meet_in_one_order_whatever_the_graphs(monkeypatch, stage):
+    def work():
+        accelerator, settings = Accelerator(cpu=True), TrainerSettings(steps=2)
+        rank, nets = accelerator.process_index, []
+        keys = {"zero_optimization.stage": stage, "zero_optimization.overlap_comm": True}
+        for way in (Plain, partial(zero.Zero, keys)):
+            torch.manual_seed(0)
+            net = Crossing()
+            update = way(net, optim.build(net, settings, ()), settings, accelerator)
+            with update.micro_batch(last=True):
+                accelerator.backward(update.model(torch.eye(6) * (1 + rank), rank))
+            update.join()
+            nets.append((net, update.clip()))
+            update.step()
+        (plain, norm), (cut, same) = nets
+        torch.testing.assert_close(same, norm)
+        for name, value in plain.named_parameters():
+            torch.testing.assert_close(cut.get_parameter(name), value)
+        accelerator.end_training()
+
+    run_on_ranks(work, monkeypatch)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
