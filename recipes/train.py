@@ -51,7 +51,7 @@ from spectrain.recipes.train_report import (
     render,
     vocabulary_line,
 )
-from spectrain.trainer import spread
+from spectrain.trainer import spread, zero, zero_config
 from spectrain.trainer.asked import sharding_asked_for
 from spectrain.trainer.changes import digests, require_changes
 from spectrain.trainer.checkpoint import FOLDER
@@ -77,7 +77,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     options = options_of(config)
     config = config.model_copy(update={"mixed_precision": precision(config)})
     start_all()
-    asked_for = sharding_asked_for()
+    asked_for, way = sharding_asked_for(), zero.way(zero_config.asked_for(), config)
     accelerator = make_accelerator(config, config.out)
     main = accelerator.is_main_process
     try:
@@ -142,7 +142,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
             ahead=not online,  # the target is asked on the device that computes the step
         )
         state = train(
-            head, data, settings, accelerator, config.out, identity, config.extend, evaluate
+            head, data, settings, accelerator, config.out, identity, config.extend, evaluate, way
         )
         require_changes(watched, before, str(config.out), state.unreached or ())
         accelerator.wait_for_everyone()  # the metrics are complete

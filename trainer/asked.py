@@ -1,7 +1,7 @@
 """How `accelerate launch` was asked, by flag or by file, to share a model among processes.
 
-One way is built here (trainer/sharding.py); it stands for FSDP2. The others are refused: none is
-left aside in silence.
+FSDP2 is done by trainer/sharding.py, DeepSpeed by trainer/zero.py (what it was asked for is read by
+trainer/zero_config.py). The others are refused: none is left aside in silence.
 """
 
 from __future__ import annotations
@@ -12,12 +12,6 @@ from spectrain.core.errors import SpectrainError
 
 _INSTEAD = "use --use_fsdp --fsdp_version 2, which spreads the target's layers"
 _OTHER_WAYS = {
-    # accelerate gives its engine one optimiser, and backward steps before the processes agree.
-    "ACCELERATE_USE_DEEPSPEED": (
-        "DeepSpeed",
-        f"{_INSTEAD} with their gradients and optimiser states as ZeRO-3 does; a head is whole in "
-        "every process",
-    ),
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", _INSTEAD),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("--use_parallelism_config", _INSTEAD),
 }
@@ -36,9 +30,9 @@ def sharding_asked_for() -> bool:
     Raises SpectrainError for its other ways to share a model and for parts of FSDP not built here.
     """
     for variable, (flag, fix) in _OTHER_WAYS.items():
-        if _is_set(variable):
+        if is_set(variable):
             raise SpectrainError(f"{flag} is not supported", where="accelerate launch", fix=fix)
-    if not _is_set("ACCELERATE_USE_FSDP"):
+    if not is_set("ACCELERATE_USE_FSDP"):
         return False
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise SpectrainError(
@@ -59,5 +53,6 @@ def sharding_asked_for() -> bool:
     return True
 
 
-def _is_set(variable: str) -> bool:
+def is_set(variable: str) -> bool:
+    """Whether an environment variable says yes, as accelerate reads it."""
     return os.environ.get(variable, "").lower() in ("true", "1", "yes", "on", "y", "t")

@@ -33,9 +33,9 @@ from spectrain.core.files import (
 from spectrain.core.progress import main_process
 from spectrain.heads.base import DraftHead
 from spectrain.heads.io import WEIGHTS, load_weights, write_head, write_tensors
-from spectrain.trainer import optim
 from spectrain.trainer.ema import Ema
 from spectrain.trainer.sharding import gathered
+from spectrain.trainer.update import Update
 
 FOLDER = "checkpoints"
 STATE = "state.json"
@@ -46,7 +46,7 @@ EMA = "ema.safetensors"
 def save(
     run: Path,
     head: DraftHead,
-    parts: dict[str, optim.Part],
+    update: Update,
     ema: Ema,
     state: Mapping[str, Any],
     keep: int,
@@ -59,7 +59,7 @@ def save(
     """
     folder = run / FOLDER / _name(state["step"])
     weights = gathered(head.state_dict(), main)
-    memory = gathered(optim.flatten(parts), main)
+    memory = update.memory(main)
     means = gathered(ema.means, main)
     if not main:
         return folder
@@ -110,10 +110,10 @@ def whole(run: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             print(f"checkpoint {folder} is damaged ({problem}), not used", file=sys.stderr)
 
 
-def restore(folder: Path, head: DraftHead, parts: dict[str, optim.Part], ema: Ema) -> None:
+def restore(folder: Path, head: DraftHead, update: Update, ema: Ema) -> None:
     """Fill head, optimisers and mean from a folder that `newest` found."""
     load_weights(head, folder / WEIGHTS)
-    optim.restore(parts, load_file(folder / OPTIMIZER))
+    update.restore(load_file(folder / OPTIMIZER))
     if ema.means:
         ema.restore(load_file(folder / EMA), str(folder))
 

@@ -14,7 +14,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from spectrain.trainer.prefetch import reading
 from spectrain.trainer.settings import TrainerSettings
 from spectrain.trainer.signals import interrupts, wanted
 from spectrain.trainer.state import State, require_one_step, resume
+from spectrain.trainer.update import Plain, Way
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,14 @@ def train(
     identity: Mapping[str, Any],
     extend: bool = False,
     evaluate: Evaluate | None = None,
+    way: Way = Plain,
 ) -> State:
     """Train `head` in place for settings.steps, going on from the newest checkpoint in `run`.
 
     With settings.ema `head` is the running mean of its weights afterwards.
     identity: JSON values that have to be the same for a run to be continued; evaluate: called by
-    all processes after every settings.eval_every steps and the last one.
+    all processes after every settings.eval_every steps and the last one; way: how the processes
+    share the work of an update.
     Raises SpectrainError for a run with another identity or damaged checkpoints alone, RunFailed
     when the loss stays not finite; KeyboardInterrupt after Ctrl-C and Terminated after SIGTERM,
     with a checkpoint written.
@@ -75,14 +77,14 @@ def train(
     head.to(accelerator.device).train()
     parts = optim.build(head, settings, optim.head_tables(head))
     ema = Ema(head, settings.ema)
-    state = resume(run, head, parts, ema, identity, extend)
+    update = way(head, parts, settings, accelerator)
+    state = resume(run, head, update, ema, identity, extend)
     require_one_step(state, accelerator, run)
     if main:
         checkpoint.clean(run)
         require_free(run, checkpoint.size(head, ema))  # now, not after hours of work
         if state.step:
             print(f"going on from step {state.step} of {steps}", file=sys.stderr)
-    model = sharding.prepare(head, accelerator)
     trainable = [value for value in head.parameters() if value.requires_grad]
     rows = order.Order(data.lengths, settings.batch_size, settings.seed)
     cut = {"micro_batch": settings.micro_batch, "pack": settings.pack_length}
@@ -125,12 +127,11 @@ def train(
             scale = (share / total.clamp(min=1)).float()
             empty = (torch.stack(counts) == 0).any(1).tolist()
 
-            # Forward and backward; gradients cross processes only after the last micro-batch.
+            # Forward and backward.
             sums = torch.zeros(4, len(weights), dtype=torch.float64, device=total.device)
             for index, batch in enumerate(batches):
-                at_end = index == len(batches) - 1
-                with nullcontext() if at_end else accelerator.no_sync(model):
-                    objective = model(batch.to(accelerator.device, torch.float32), scale)
+                with update.micro_batch(last=index == len(batches) - 1):
+                    objective = update.model(batch.to(accelerator.device, torch.float32), scale)
                     loss = objective.total
                     if empty[index]:
                         loss = loss + _nothing(trainable)
@@ -140,10 +141,10 @@ def train(
                 sums[2] += objective.hits
                 sums[3] += objective.seen
             del batches, batch  # before the next ones are asked for
-            sharding.average(model)
+            update.join()
             if state.unreached != []:
-                state.unreached = _unreached(head, state.unreached)
-            norm = sharding.clip(trainable, settings.clip or math.inf)
+                state.unreached = _unreached(head, state.unreached, update.reached())
+            norm = update.clip()
 
             # One exchange of all that the processes have to agree on, one wait for the device.
             bad = ~(torch.isfinite(norm) & torch.isfinite(sums[0]).all())
@@ -157,15 +158,13 @@ def train(
                 state.skipped, state.skipped_in_row = state.skipped + 1, state.skipped_in_row + 1
                 state.window.skipped += 1
             else:
-                for part in parts.values():
-                    part.optimizer.step()
+                update.step()
                 ema.update(head, earlier=step - state.skipped)
                 state.skipped_in_row = 0
                 chosen = rows.batch(step)
                 state.window.add(sums, order.padding(chosen, data.lengths, world, **cut))
                 state.supervised += sum(data.supervised[row] for row in chosen)
-            for value in trainable:
-                value.grad = None
+            update.clear()
             state.step += 1
             state.seconds += watch.lap()
             if state.skipped_in_row >= settings.max_bad_steps:
@@ -180,7 +179,7 @@ def train(
             journal.step(state, weights, rate, None if bad else norm)
             if state.step % settings.save_every == 0 or state.step == steps or stop or due:
                 saved = {**asdict(state), "seed": settings.seed, "config": dict(identity)}
-                checkpoint.save(run, head, parts, ema, saved, settings.keep, main)
+                checkpoint.save(run, head, update, ema, saved, settings.keep, main)
                 journal.saved(state.step)
                 saved_at = time.monotonic()
             if stop and state.step < steps:
@@ -230,15 +229,11 @@ def _nothing(trainable: list[nn.Parameter]) -> Tensor:
     return sum((value.flatten()[:1].sum() for value in plain), torch.zeros(())) * 0
 
 
-def _unreached(head: nn.Module, before: list[str] | None) -> list[str]:
-    """Names of trainable tensors, among those of `before`, that have no gradient or a zero one."""
-    own = {name: value for name, value in head.named_parameters() if value.requires_grad}
-    names = list(own) if before is None else before
-    return [
-        name
-        for name in names
-        if name not in own or own[name].grad is None or not sharding.any_of(own[name].grad)
-    ]
+def _unreached(head: nn.Module, before: list[str] | None, reached: set[str]) -> list[str]:
+    """Names of trainable tensors, among those of `before`, that this step has not reached."""
+    if before is None:
+        before = [name for name, value in head.named_parameters() if value.requires_grad]
+    return [name for name in before if name not in reached]
 
 
 def _split(flat: Tensor) -> tuple[list[float], ...]:

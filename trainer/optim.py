@@ -33,9 +33,10 @@ class Part:
     names: list[str]
     rests: float = 0.0
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [value for group in self.optimizer.param_groups for value in group["params"]]
+    def __post_init__(self) -> None:
+        # Kept, for DeepSpeed puts flat pieces in their place.
+        groups = self.optimizer.param_groups
+        self.parameters: list[nn.Parameter] = [v for group in groups for v in group["params"]]
 
 
 def build(head: nn.Module, settings: TrainerSettings, tables: Iterable[int]) -> dict[str, Part]:

@@ -12,9 +12,10 @@ from accelerate import Accelerator
 
 from spectrain.core.errors import SpectrainError
 from spectrain.heads.base import DraftHead
-from spectrain.trainer import checkpoint, optim
+from spectrain.trainer import checkpoint
 from spectrain.trainer.ema import Ema
 from spectrain.trainer.metrics import Window
+from spectrain.trainer.update import Update
 
 
 @dataclass
@@ -36,7 +37,7 @@ class State:
 def resume(
     run: Path,
     head: DraftHead,
-    parts: dict[str, optim.Part],
+    update: Update,
     ema: Ema,
     identity: Mapping[str, Any],
     extend: bool,
@@ -50,7 +51,7 @@ def resume(
         return State()
     folder, saved = found
     checkpoint.require_same(saved["config"], identity, str(folder), extend)
-    checkpoint.restore(folder, head, parts, ema)
+    checkpoint.restore(folder, head, update, ema)
     counters = {name: saved[name] for name in State.__dataclass_fields__ if name in saved}
     del counters["window"]
     return State(**counters, window=Window(**saved["window"]))

@@ -1,4 +1,5 @@
-"""Runs whose target is in pieces leave what runs of one process leave: curve, weights, files."""
+"""Runs whose target is in pieces, or whose optimiser is (DeepSpeed), leave what runs of one process
+leave: curve, weights, files."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from accelerate.state import AcceleratorState, GradientState
 from preparing import PROMPTS, write
 from ranks import free_port, run_on_ranks
 from safetensors.torch import load_file
+from same_runs import require_same
 
 from spectrain.core.config import load_config
 from spectrain.recipes import prepare, train
@@ -20,6 +22,7 @@ from spectrain.trainer.metrics import read_metrics
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
 FSDP = [*LAUNCH, "--use_fsdp", "--fsdp_version", "2", "--num_processes", "2"]
+DEEPSPEED = [*LAUNCH, "--use_deepspeed", "--num_processes", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -67,25 +70,6 @@ def flags(config):
     return own + [part for k, v in settings.items() for part in ("--set", f"{k}={v}")]
 
 
-def require_same(one, two, *, atol=2e-5):
-    """Rounding of other orders of sums, which a step of Adam at the rate 1e-3 makes larger where a
-    gradient is next to 0: 2 % of what it moves a value by."""
-    expected, rows = read_metrics(one), read_metrics(two)
-    assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in expected], rel=1e-5)
-    norms = [[r["grad_norm"] for r in found] for found in (rows, expected)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    assert [r["seen"] for r in rows] == [r["seen"] for r in expected]
-    names = [sorted(str(p.relative_to(o)) for p in o.rglob("*") if p.is_file()) for o in (one, two)]
-    assert names[0] == names[1]
-    for name in (name for name in names[0] if name.endswith(".safetensors")):
-        left, right = load_file(one / name), load_file(two / name)
-        assert {k: (v.shape, v.dtype) for k, v in left.items()} == {
-            k: (v.shape, v.dtype) for k, v in right.items()
-        }
-        for key, value in left.items():
-            assert (value.double() - right[key].double()).abs().max() <= atol, (name, key)
-
-
 MODES = {
     "frozen": {},
     "lora": {"trunk": {"mode": "lora", "rank": 4, "heads_first": 0.5}},
@@ -94,25 +78,38 @@ MODES = {
 }
 
 
+def by_two(config, monkeypatch, stage=None):
+    """Train in two processes; stage: of ZeRO, as accelerate hands it on."""
+    with monkeypatch.context() as patch:
+        if stage is not None:
+            patch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+            patch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(stage))
+        run_on_ranks(lambda: train.run(config), patch)
+
+
+@pytest.mark.parametrize("way", ["pieces", pytest.param("zero", marks=pytest.mark.deepspeed)])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["eagle3", "medusa"])
-def test_pieces_train_what_the_whole_does(config, tmp_path, monkeypatch, family, mode):
+def test_pieces_train_what_the_whole_does(config, tmp_path, monkeypatch, family, mode, way):
     """Then the run is cut off after its first half: one process goes on from the checkpoint of two,
     and two from that of one."""
+    stage = {"eagle3": 1, "medusa": 2}[family] if way == "zero" else None
+    # Of a frozen target the layers may be cut beside the head's optimiser.
+    shard = way == "pieces" or (mode == "frozen" and family == "medusa")
     changes = {"family": family, "pack_length": 90, **MODES[mode]}
     expected = config("one", **changes)
     train.run(expected)
-    cut = {name: config(name, **changes, shard=True) for name in ("two", "two after one")}
+    cut = {name: config(name, **changes, shard=shard) for name in ("two", "two after one")}
     for name in ("two after one", "one after two"):
         first = tmp_path / ("one" if name == "two after one" else "two")
         if name == "one after two":
-            run_on_ranks(lambda: train.run(cut["two"]), monkeypatch)
+            by_two(cut["two"], monkeypatch, stage)
             require_same(tmp_path / "one", first)
         shutil.copytree(first, tmp_path / name)
         for left in ("head", "target", "adapter", "checkpoints/step-00000004"):
             shutil.rmtree(tmp_path / name / left, ignore_errors=True)
         (tmp_path / name / "report.json").unlink()
-    run_on_ranks(lambda: train.run(cut["two after one"]), monkeypatch)
+    by_two(cut["two after one"], monkeypatch, stage)
     train.run(config("one after two", **changes))
     for name in ("two after one", "one after two"):
         require_same(tmp_path / "one", tmp_path / name)
@@ -127,7 +124,7 @@ def test_products_in_bf16(config, tmp_path, monkeypatch):
     """Weights and gradients stay float32; what is rounded otherwise are the weights of norms."""
     changes = {"family": "medusa", "mixed_precision": "bf16", "trunk": {"mode": "full"}}
     train.run(config("one", **changes))
-    run_on_ranks(lambda: train.run(config("two", **changes, shard=True)), monkeypatch)
+    by_two(config("two", **changes, shard=True), monkeypatch)
     losses = [[r["loss"] for r in read_metrics(tmp_path / out)] for out in ("one", "two")]
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
     saved = load_file(tmp_path / "two" / "target" / "model.safetensors")
@@ -153,6 +150,30 @@ def test_accelerate_asks_for_pieces_by_fsdp(config, tmp_path):
     (told,) = launched([*FSDP, "-m", "spectrain", "train-eagle", *flags(config("two"))])
     assert told.count("the target's layers are spread over 2 processes") == 1
     assert json.loads((tmp_path / "two" / "report.json").read_text())["report"]["processes"] == 2
+    require_same(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.deepspeed
+def test_accelerate_asks_for_zero_by_flags(config, tmp_path):
+    """Held-out rows are measured on the way, and the best head is kept."""
+    train.run(config("one", eval_every=2))
+    line = [*DEEPSPEED, "--zero_stage", "1", "-m", "spectrain", "train-eagle"]
+    (told,) = launched([*line, *flags(config("two")), "--set", "eval_every=2"])
+    assert told.count("DeepSpeed ZeRO-1 over 2 processes") == 1
+    assert json.loads((tmp_path / "two" / "report.json").read_text())["report"]["processes"] == 2
+    require_same(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.deepspeed
+def test_accelerate_asks_for_zero_by_a_file(config, tmp_path):
+    train.run(config("one", family="medusa"))
+    file = tmp_path / "zero.json"
+    section = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 9000}
+    auto = dict.fromkeys(("train_batch_size", "gradient_clipping", "bf16"), "auto")
+    file.write_text(json.dumps({"zero_optimization": section, **auto}))
+    line = [*DEEPSPEED, "--deepspeed_config_file", str(file), "-m", "spectrain", "train-medusa"]
+    (told,) = launched([*line, *flags(config("two"))])
+    assert told.count("DeepSpeed ZeRO-2 over 2 processes") == 1
     require_same(tmp_path / "one", tmp_path / "two")
 
 

@@ -158,9 +158,9 @@ def test_checkpoints_by_the_clock(make_head, make_data, fit, tmp_path, monkeypat
     monkeypatch.setattr(loop.time, "monotonic", lambda: 60 * clock.minutes)
     saved, save = [], checkpoint.save
 
-    def watch(run, head, parts, ema, state, *rest):
+    def watch(run, head, update, ema, state, *rest):
         saved.append(state["step"])
-        return save(run, head, parts, ema, state, *rest)
+        return save(run, head, update, ema, state, *rest)
 
     monkeypatch.setattr(checkpoint, "save", watch)
     heads = []

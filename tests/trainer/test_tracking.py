@@ -64,10 +64,6 @@ def test_processes_that_a_file_asks_for_are_missed_too(monkeypatch, tmp_path, wh
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
-        (
-            {"ACCELERATE_USE_DEEPSPEED": "true"},
-            "DeepSpeed is not supported; use --use_fsdp --fsdp_version 2, .*; a head is whole in",
-        ),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported; use --use_fsdp"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "--use_parallelism_config is not supp"),
         ({"ACCELERATE_USE_FSDP": "true"}, "FSDP of version 1 .*; add --fsdp_version 2"),
@@ -95,7 +91,6 @@ def test_fsdp_2_is_ours_and_no_longer_the_libraries_to_do(monkeypatch):
     """transformers would load empty weights in all processes but the first."""
     for name, value in (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "false"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
     assert asked.sharding_asked_for()
     assert "ACCELERATE_USE_FSDP" not in os.environ
 
