@@ -132,9 +132,9 @@ def test_prompts_are_read_a_bounded_number_of_tokens_at_a_time(tiny, prompts, mo
     whole = [c.tokens for c in Generator(tiny).generate(prompts, 8)]
     done, admit, step = [], Run.admit, Run.step
 
-    def admitting(run, places, own, keys):
+    def admitting(run, places, own, *more):
         done.append([len(prompt) for prompt in own])
-        return admit(run, places, own, keys)
+        return admit(run, places, own, *more)
 
     def stepping(run, texts):
         done.append("step")
