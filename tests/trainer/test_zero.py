@@ -141,6 +141,15 @@ def test_gradients_meet_in_one_order_whatever_the_graphs(monkeypatch, stage):
             update.join()
             nets.append((net, update.clip()))
             update.step()
+        with update.micro_batch(last=True):
+            accelerator.backward(update.model(torch.eye(6), rank))
+        assert update.reached() == {"one.weight", "two.weight"}
+        update.clear()  # of a step that is dropped nothing stays in memory
+        joined = [
+            *update._zero.averaged_gradients.values(),
+            *update._zero.all_grad_tensors.values(),
+        ]
+        assert all(gradients is None for gradients in joined)
         (plain, norm), (cut, same) = nets
         torch.testing.assert_close(same, norm)
         for name, value in plain.named_parameters():
