@@ -11,29 +11,26 @@ from typing import Any
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import read_json, sha256_file
 from spectrain.core.target import Target
+from spectrain.export.card import README
 from spectrain.export.found import Found
 from spectrain.export.layout import CONFIG, Finding
+from spectrain.export.stored import names_of
 
 RECORD = "spectrain-export.json"
 _LONGEST = 10_000_000  # bytes
 
 
 def findings(found: Found, target: Target) -> Iterator[Finding]:
-    """Whether weights and config are those that were exported, and the target that of the head."""
-    record = read(found)
-    if record is None:
+    """Whether the files are those that were exported, and the target that of the head."""
+    if not (found.path / RECORD).is_file():
         return
+    record = read(found) or {}
     files = record.get("files")
-    changed = []
-    for path in (*found.files, found.path / CONFIG):
-        known = files.get(path.name) if isinstance(files, dict) else None
-        if isinstance(known, dict) and path.is_file() and sha256_file(path) != known.get("sha256"):
-            changed.append(path.name)
-    if changed:
-        text = f"changed since they were exported: {', '.join(sorted(changed))}"
-        yield Finding("checksums", "fail", text, f"get them again, or remove {RECORD}")
+    if isinstance(files, dict) and files:
+        yield from _checksums(found, files)
     else:
-        yield Finding("checksums", "ok", "the files are those that were exported")
+        text = f"{RECORD} names no files: nothing tells whether they are those that were exported"
+        yield Finding("checksums", "warn", text, f"get the export again, or remove {RECORD}")
     made_for = record.get("target")
     if isinstance(made_for, dict) and made_for.get("fingerprint") != target.fingerprint:
         text = (
@@ -41,6 +38,41 @@ def findings(found: Found, target: Target) -> Iterator[Finding]:
             f"{target.name} ({target.fingerprint})"
         )
         yield Finding("made for", "warn", text, "expect fewer drafts to be accepted, if any")
+
+
+def _checksums(found: Found, files: dict[str, Any]) -> Iterator[Finding]:
+    """Every file of the folder beside those of the record [files]; its page is there to be edited,
+    and what is hidden is of whoever copied it."""
+    here = {one.name: one for one in found.path.iterdir() if one.is_file()}
+    here = {name: one for name, one in here.items() if not name.startswith(".")}
+    known = files.keys() - {README}
+    changed = {
+        name
+        for name in known & here.keys()
+        if not isinstance(files[name], dict) or sha256_file(here[name]) != files[name].get("sha256")
+    }
+    gone, new = known - here.keys(), here.keys() - files.keys() - {README, RECORD}
+    # What the head is made of; the tokenizer and the like lie beside it.
+    made_of = {CONFIG, *(one.name for one in found.files)}
+    made_of |= {name for name in known | here.keys() if name.endswith(".index.json")}
+    said = False
+    for text, names, other in (
+        ("changed since they were exported", changed, "warn"),
+        ("exported, and no longer here", gone, "warn"),
+        ("not of the export", new, "note"),
+    ):
+        for verdict, some in (("fail", names & made_of), (other, names - made_of)):
+            if some:
+                fix = "" if verdict == "note" else f"get the export again, or remove {RECORD}"
+                said = said or bool(fix)
+                yield Finding("checksums", verdict, f"{text}: {_told(some)}", fix)
+    if not said:
+        yield Finding("checksums", "ok", "the files are those that were exported")
+
+
+def _told(names: set[str]) -> str:
+    """In one line, whatever a record says."""
+    return names_of([repr(name[:80])[1:-1] for name in names])
 
 
 def steps(found: Found) -> int | None:
