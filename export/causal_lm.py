@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import read_json
 from spectrain.core.target import Target
+from spectrain.export import numbers
 from spectrain.export.found import Found
 from spectrain.export.layout import (
     Encoded,
@@ -65,6 +66,9 @@ class CausalLmReader(Reader):
         if not isinstance(layers, int) or layers > len(found.shapes):
             text = f"config.json says {layers} layers, there are {len(found.shapes)} tensors"
             yield Finding("config", "fail", text, "correct num_hidden_layers in config.json")
+            return
+        if wrong := list(numbers.findings(found.config)):
+            yield from wrong
             return
         try:
             with torch.device("meta"):

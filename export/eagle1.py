@@ -79,6 +79,7 @@ class Eagle1Reader(Reader):
         yield from checks
         if any(one.verdict == "fail" for one in checks):
             return
+        yield from _bias(found)
         yield from rope.findings(found, sizes["head_dim"], sizes["max_position_embeddings"], target)
         if EMBEDDING not in found.shapes:
             yield Finding("embedding", "ok", "the target's")
@@ -147,6 +148,30 @@ def _expected(sizes: dict[str, Any], found: Found) -> dict[str, tuple[int, ...]]
     if EMBEDDING in found.shapes:
         expected[EMBEDDING] = (sizes["vocab_size"], hidden)
     return expected
+
+
+def _bias(found: Found) -> Iterator[Finding]:
+    """Where engines disagree on the bias of fc, since config and file do. Of vLLM's own files
+    nothing else than no bias is expected."""
+    there = _BIAS in found.shapes
+    if there and found.config.get("bias") is False and found.read(_BIAS).any():
+        text = (
+            f"bias is false, and {found.called(_BIAS)} is not zero: SafeAILab's code then has no "
+            "place for it, vLLM never has one, SGLang adds it; it was read"
+        )
+        fix = (
+            f"leave {found.called(_BIAS)} out if the head was trained without it, else set bias to "
+            "true for SafeAILab and leave the key out for SGLang"
+        )
+        yield Finding("bias", "warn", text, fix)
+    named = found.config.get("architectures")
+    if not there and "bias" not in found.config and named != [VllmEagle1Writer.architecture]:
+        text = (
+            f"no {found.called(_BIAS)} in the file and no bias in the config: SafeAILab's code "
+            "then expects one, SGLang always does, vLLM never; none was read"
+        )
+        fix = f'write "bias": false for SafeAILab, and a {found.called(_BIAS)} of zeros for SGLang'
+        yield Finding("bias", "warn", text, fix)
 
 
 def _fits(sizes: dict[str, Any], target: Target) -> Iterator[Finding]:

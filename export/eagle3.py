@@ -89,7 +89,9 @@ class Eagle3Reader(Reader):
         yield from rope.findings(found, sizes["head_dim"], sizes["max_position_embeddings"], target)
         maps = (found.read(name) if name in found.shapes else None for name in MAPS)
         yield from draft_vocabulary.findings(*maps, sizes["draft_vocab_size"], target)
-        if EMBEDDING not in found.shapes:
+        if EMBEDDING not in found.shapes and eagle_config.embedding_was_trained(found):
+            yield eagle_config.lost_embedding(found)
+        elif EMBEDDING not in found.shapes:
             yield Finding("embedding", "ok", "the target's")
         elif eagle_config.embedding_is_targets(found, target):
             yield Finding("embedding", "ok", "in the file, equal to the target's")
@@ -100,7 +102,10 @@ class Eagle3Reader(Reader):
         found = canonical(found)
         sizes, _ = _sizes(found, target)
         outputs, _ = _layers(found, target)
-        own = EMBEDDING in found.shapes and not eagle_config.embedding_is_targets(found, target)
+        own = EMBEDDING in found.shapes and (
+            eagle_config.embedding_was_trained(found)
+            or not eagle_config.embedding_is_targets(found, target)
+        )
         options = Eagle3Options(
             aux_layers=outputs,
             layers=sizes.pop("num_hidden_layers"),

@@ -32,6 +32,8 @@ class _Eagle3Writer(Writer):
         config = {
             **eagle_config.written(head, _ARCHITECTURE, layers),
             "draft_vocab_size": head.config.draft_vocab_size,
+            # No engine reads it: a file that lost the embedding would pass for a head without one.
+            **({eagle_config.TRAINED: True} if head.config.embeddings == "own" else {}),
             **self.own_keys(head, reference),
         }
         tensors = {self._name(n, layers): t for n, t in head.state_dict().items()}

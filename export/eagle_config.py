@@ -8,20 +8,22 @@ H hidden, I MLP width, A query heads, G kv heads, d head size, V vocabulary.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from spectrain.core.target import Target
-from spectrain.export import rope
+from spectrain.export import numbers, rope
 from spectrain.export.found import Found
 from spectrain.export.layout import Finding
 from spectrain.heads.base import DraftHead
 from spectrain.heads.registry import FAMILIES
 
 EMBEDDING = "embed_tokens.weight"
+# Whether the embedding is the head's own: a key of the speculators package. Our other EAGLE-3 files
+# have it where it is.
+TRAINED = "embed_requires_grad"
 _FLOATS = {"F32", "BF16", "F16"}
 _ROWS = 8192  # of an embedding that are compared at a time
 
@@ -32,41 +34,30 @@ _ROWS = 8192  # of an embedding that are compared at a time
 def foreign(found: Found) -> bool:
     """Whether the config says that this is another layout, whatever the tensors are called."""
     marks = {"speculators_model_type", "speculators_config", "transformer_layer_config"}
-    return found.config.get("family") in FAMILIES or bool(marks & found.config.keys())
+    return str(found.config.get("family")) in FAMILIES or bool(marks & found.config.keys())
 
 
 def read_sizes(config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[Finding]]:
     """Fields of an `EagleConfig` but the rotary ones and V; None beside findings that fail."""
-    problems: list[Finding] = []
 
-    def number(name: str, default: int | None = None) -> int:
-        value = config.get(name)
-        value = default if value is None else value
-        if type(value) is int and value > 0:
-            return value
-        text = "is missing" if value is None else f"is {reprlib.repr(value)}, not a size"
-        problems.append(Finding("config", "fail", f"{name} {text}", "complete config.json"))
-        return 1
+    def value(name: str, default: Any = None) -> Any:
+        said = config.get(name)
+        return default if said is None else said
 
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    hidden, heads = value("hidden_size"), value("num_attention_heads")
+    filled = numbers.is_size(hidden) and numbers.is_size(heads)
     sizes = {
         "hidden_size": hidden,
-        "intermediate_size": number("intermediate_size"),
+        "intermediate_size": value("intermediate_size"),
         "num_attention_heads": heads,
-        "num_key_value_heads": number("num_key_value_heads", heads),
-        "head_dim": number("head_dim", max(1, hidden // heads)),
-        "max_position_embeddings": number("max_position_embeddings", 2048),
-        "vocab_size": number("vocab_size"),
-        "num_hidden_layers": number("num_hidden_layers"),
+        "num_key_value_heads": value("num_key_value_heads", heads),
+        "head_dim": value("head_dim", max(1, hidden // heads) if filled else 1),
+        "max_position_embeddings": value("max_position_embeddings", 2048),
+        "vocab_size": value("vocab_size"),
+        "num_hidden_layers": value("num_hidden_layers"),
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
     }
-    eps = sizes["rms_norm_eps"]
-    if type(eps) not in (int, float) or not 0 <= eps < 1:
-        text = f"rms_norm_eps is {reprlib.repr(eps)}"
-        problems.append(Finding("config", "fail", text, "a number like 1e-6 is wanted"))
-    if heads % sizes["num_key_value_heads"] or sizes["head_dim"] % 2:
-        text = "query heads are no multiple of kv heads, or the head size is odd"
-        problems.append(Finding("config", "fail", text, "correct the sizes in config.json"))
+    problems = numbers.layer_findings(sizes)
     return (None if problems else sizes), problems
 
 
@@ -121,6 +112,17 @@ def embedding_is_targets(found: Found, target: Target) -> bool:
         if not equal and not torch.equal(right, left.to(right.dtype)):
             return False
     return True
+
+
+def embedding_was_trained(found: Found) -> bool:
+    """Whether the config says that the head has an embedding of its own."""
+    return bool(found.config.get(TRAINED))
+
+
+def lost_embedding(found: Found) -> Finding:
+    text = f"{TRAINED} is true, and {found.called(EMBEDDING)} is not in the file"
+    fix = f"get the whole file; only a head that used the target's may have {TRAINED}=false"
+    return Finding("embedding", "fail", text, fix)
 
 
 def rope_suspect(found: Found, sizes: Mapping[str, Any], target: Target) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from transformers import AutoConfig
 
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
+from spectrain.export import numbers
 from spectrain.export.found import Found
 from spectrain.export.layout import Finding, Reader, Suspect, compare_names
 from spectrain.heads.mtp_module import LayerBuilder, LayerKind, MtpModule
@@ -60,6 +61,9 @@ class MtpReader(Reader):
 
     def findings(self, found: Found, target: Target) -> Iterator[Finding]:
         names, config = self._names(found), found.config
+        if wrong := list(numbers.findings(config)):
+            yield from wrong
+            return
         sizes = {
             "num_hidden_layers": target.num_layers,
             "hidden_size": target.hidden_size,

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
+from spectrain.export import numbers, rope
 from spectrain.export.found import Found
 from spectrain.export.layout import (
     Encoded,
@@ -22,6 +23,7 @@ from spectrain.export.layout import (
 )
 from spectrain.heads import io
 from spectrain.heads.base import DraftHead, HeadConfig
+from spectrain.heads.eagle_layer import EagleConfig
 from spectrain.heads.registry import FAMILIES, family
 
 
@@ -31,7 +33,7 @@ class OwnReader(Reader):
     name: ClassVar[str] = "spectrain"
 
     def recognises(self, found: Found) -> bool:
-        return found.config.get("family") in FAMILIES
+        return str(found.config.get("family")) in FAMILIES
 
     def findings(self, found: Found, target: Target) -> Iterator[Finding]:
         kind = family(found.config["family"])
@@ -48,9 +50,18 @@ class OwnReader(Reader):
         try:
             expected = io.expected(kind, config, str(found.path))
         except SpectrainError as error:
-            yield Finding("config", "fail", error.what, error.fix or "")
+            fix = error.fix or "take the config.json that training wrote"
+            yield Finding("config", "fail", error.what, fix)
             return
-        yield from compare_names(found, {n: tuple(t.shape) for n, t in expected.items()})
+        checks = [
+            *compare_names(found, {n: tuple(t.shape) for n, t in expected.items()}),
+            *numbers.findings(found.config),
+        ]
+        yield from checks
+        if isinstance(config, EagleConfig) and all(one.verdict != "fail" for one in checks):
+            yield from numbers.layer_findings(found.config)
+            size, most = config.head_dim, config.max_position_embeddings
+            yield from rope.findings(found, size, most, target)
 
     def build(self, found: Found, target: Target) -> DraftHead:
         kind = family(found.config["family"])

@@ -14,15 +14,17 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
+from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
-from spectrain.export import draft_vocabulary, rope
+from spectrain.export import draft_vocabulary, eagle_config, rope
+from spectrain.export.eagle_config import EMBEDDING
 from spectrain.export.found import Found
 from spectrain.export.layout import (
     Encoded,
@@ -35,10 +37,10 @@ from spectrain.export.layout import (
     compare_names,
 )
 from spectrain.export.speculators_config import KIND, LAYER, LAYER_IDS, VERSION, config_of, read
+from spectrain.heads import io
 from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
 
 OURS, THEIRS = "midlayer.", "layers.0."
-EMBEDDING = "embed_tokens.weight"
 # Copies of the target's that older versions saved beside the head, and nobody reads.
 LEFT_BY_TRAINING = {"verifier_lm_head.weight", "verifier_norm.weight"}
 
@@ -61,7 +63,7 @@ class SpeculatorsReader(Reader):
         yield from said.findings
         if said.config is None:
             return
-        for checked in (self._rope, self._names):
+        for checked in (self._names, self._rope):
             seen = list(checked(found, said.config, target))
             yield from seen
             if any(one.verdict == "fail" for one in seen):  # what comes next cannot be looked at
@@ -77,7 +79,15 @@ class SpeculatorsReader(Reader):
 
     @staticmethod
     def _names(found: Found, config: Eagle3Config, target: Target) -> Iterator[Finding]:
-        yield from compare_names(found, _expected(config), _beside(config))
+        # Any rotary positions will do for the names; the file's own are looked at next.
+        plain = config.model_copy(update={"rope_parameters": {"rope_type": "default"}})
+        try:
+            state = io.expected(Eagle3Head, plain, str(found.path))
+        except SpectrainError as error:
+            yield Finding("sizes", "fail", error.what, f"correct the sizes in {LAYER}")
+            return
+        expected = {_theirs(name): tuple(value.shape) for name, value in state.items()}
+        yield from compare_names(found, expected, _beside(config))
 
     def build(self, found: Found, target: Target) -> Eagle3Head:
         config = read(found.config, target).config
@@ -174,12 +184,6 @@ def _theirs(name: str) -> str:
     return THEIRS + name.removeprefix(OURS) if name.startswith(OURS) else name
 
 
-def _expected(config: Eagle3Config) -> Mapping[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        state = Eagle3Head(config).state_dict()
-    return {_theirs(name): tuple(value.shape) for name, value in state.items()}
-
-
 def _beside(config: Eagle3Config) -> set[str]:
     """What may be in the file besides: looked at elsewhere, or of no use."""
     maps = set() if config.draft_vocab_size < config.vocab_size else {"d2t", "t2d"}
@@ -188,6 +192,8 @@ def _beside(config: Eagle3Config) -> set[str]:
 
 def _embedding(found: Found, target: Target) -> Finding:
     if EMBEDDING not in found.shapes:
+        if eagle_config.embedding_was_trained(found):
+            return eagle_config.lost_embedding(found)
         text = "none in the file: the target's, which speculators 0.9.0 does not always fetch"
         return Finding("embedding", "note", text)
     shape, expected = found.shapes[EMBEDDING], (target.vocab_size, target.hidden_size)
@@ -202,7 +208,7 @@ def _has_own_embedding(found: Found, target: Target) -> bool:
     """One that was trained, or differs from the target's."""
     if EMBEDDING not in found.shapes:
         return False
-    if found.config.get("embed_requires_grad"):
+    if eagle_config.embedding_was_trained(found):
         return True
     own = found.read(EMBEDDING)
     theirs = target.readout.embed(torch.arange(len(own), device=target.device))

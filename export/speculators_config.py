@@ -17,8 +17,9 @@ from typing import Any
 from transformers import LlamaConfig
 
 from spectrain.core.target import Target
-from spectrain.export import layer_keys, rope
+from spectrain.export import layer_keys, numbers, rope
 from spectrain.export.aux_layers import COUNT
+from spectrain.export.eagle_config import TRAINED
 from spectrain.export.layout import Finding
 from spectrain.heads.base import TargetFacts
 from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head, Eagle3Options
@@ -59,7 +60,7 @@ def config_of(head: Eagle3Head, name: str, architectures: list[str]) -> dict[str
         "target_hidden_size": own.target.hidden_size,
         LAYER_IDS: [layer + 1 for layer in own.aux_layers],
         **dict.fromkeys(FLAGS, False),
-        "embed_requires_grad": own.embeddings == "own",
+        TRAINED: own.embeddings == "own",
         "tie_word_embeddings": False,
         LAYER: _layer_of(own),
         "speculators_config": {
@@ -107,33 +108,28 @@ def read(content: Mapping[str, Any], target: Target) -> Read:
     """The config of the head, its embedding taken for the target's. Never raises."""
     found: list[Finding] = []
     try:
+        if found := list(numbers.findings(content[LAYER])):
+            return Read(None, found)
         layer = LlamaConfig(**dict(content[LAYER]))
-        found += _kind(content)
-        found += _layer_keys(content[LAYER], layer, target)
+        sizes = _resolved(layer)
+        found = [*numbers.layer_findings(sizes), *_kind(content)]
+        found += _layer_keys(content[LAYER], sizes, target)
         found += _sizes(content, layer, target)
         layers, one = _layer_ids(content, target)
         steps, two = _steps(content)
         found += [one, two, *_count(content[LAYER], layers)]
         if any(finding.verdict == "fail" for finding in found):
             return Read(None, found)
-        heads = layer.num_attention_heads
         config = Eagle3Config(
             **Eagle3Options().model_dump(
                 exclude={"init", "draft_vocab_size", "aux_layers", "steps", "layers"}
             ),
             steps=steps,
-            layers=layer.num_hidden_layers,
+            layers=sizes.pop("num_hidden_layers"),
+            **sizes,
             aux_layers=layers,
-            vocab_size=layer.vocab_size,
             draft_vocab_size=content["draft_vocab_size"],
-            hidden_size=layer.hidden_size,
-            intermediate_size=layer.intermediate_size,
-            num_attention_heads=heads,
-            num_key_value_heads=layer.num_key_value_heads or heads,
-            head_dim=layer.head_dim or layer.hidden_size // heads,
-            rms_norm_eps=layer.rms_norm_eps,
             rope_parameters={"rope_type": "default", **layer.rope_parameters},
-            max_position_embeddings=layer.max_position_embeddings,
             target=TargetFacts.of(target),
         )
     except Exception as error:  # whatever a file may hold, down to what the library thinks of it
@@ -171,12 +167,24 @@ def _kind(content: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding("config", "fail", f"{key} is said: no head here computes that", fix)
 
 
-def _layer_keys(inner: Mapping[str, Any], layer: LlamaConfig, target: Target) -> Iterator[Finding]:
+def _resolved(layer: LlamaConfig) -> dict[str, Any]:
+    """The numbers of an `EagleConfig`, and how many layers there are, where what is left out has
+    Llama's own value."""
+    names = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "max_position_embeddings", "vocab_size"),
+        "rms_norm_eps",
+    )
+    return {name: getattr(layer, name) for name in names}
+
+
+def _layer_keys(
+    inner: Mapping[str, Any], sizes: Mapping[str, Any], target: Target
+) -> Iterator[Finding]:
     """Keys of the layer's config; those of the norms are decided by the keys beside it."""
     flags = {key: one for key, one in layer_keys.FLAGS.items() if key not in FLAGS}
     yield from layer_keys.flag_findings(inner, flags | {"bias": False, "eagle_config": None})
-    sizes = ("num_hidden_layers", "max_position_embeddings", "rms_norm_eps")
-    yield from layer_keys.differences(inner, {key: getattr(layer, key) for key in sizes}, target)
+    yield from layer_keys.differences(inner, sizes, target)
 
 
 def _count(inner: Mapping[str, Any], layers: tuple[int, ...]) -> Iterator[Finding]:

@@ -51,7 +51,7 @@ class TargetFacts(BaseModel):
 class HeadConfig(BaseModel):
     """What every head's config.json holds; families add their own fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     family: str
     steps: int = Field(ge=1, description="draft steps K the head is trained for")
     vocab_size: int = Field(ge=1, description="V, rows of the target's lm_head")

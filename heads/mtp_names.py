@@ -4,13 +4,15 @@ Four layouts are known (N: the target's layers; "…" the decoder layer's own na
 
     deepseek      model.layers.{N+k}.{enorm, hnorm, eh_proj, shared_head.norm, …}
                   eh_proj reads [embedding, hidden]; embed_tokens and shared_head.head are copies of
-                  the target's; hands on its output before the norm
+                  the target's
     transformers  mtp.layers.{k}.{enorm, hnorm, eh_proj, post_norm, …}
-                  what the library's MtpModel calls them itself; after the norm
+                  what the library's MtpModel calls them itself
     qwen3-next    mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm, layers.0.…}
-                  fc reads [embedding, hidden]; one layer; hands on its output after the norm
+                  fc reads [embedding, hidden]; one layer
     mimo          model.mtp_layers.{k}.{token_layernorm, hidden_layernorm, input_proj,
-                  final_layernorm, …}; input_proj reads [hidden, embedding]; after the norm
+                  final_layernorm, …}; input_proj reads [hidden, embedding]
+
+Whatever the layout, engines hand on the state after a module's norm.
 
 N target layers, E experts, I width of an expert, H hidden.
 """

@@ -41,11 +41,19 @@ def layer(tensors: dict[str, Tensor], name: str, config, x: Tensor, residual: Te
 
 
 @torch.no_grad()
-def engine_logits(folder: Path, model, tokens: Tensor, inputs: list[int] | None, steps: int):
+def engine_logits(
+    folder: Path,
+    model,
+    tokens: Tensor,
+    inputs: list[int] | None,
+    steps: int,
+    further: str = "input_layernorm",
+):
     """Logits [D] of each of `steps` greedy guesses behind x[0 … n].
 
     inputs: of an EAGLE-3 head the layers whose inputs it reads, as the library numbers them; None
-    for EAGLE-1. Everything is computed anew at every step.
+    for EAGLE-1. further: what the engine calls the input norm of a layer behind the first.
+    Everything is computed anew at every step.
     """
     tensors, config = load_file(folder / "model.safetensors"), AutoConfig.from_pretrained(folder)
     states = model(tokens[None, :-1], output_hidden_states=True, use_cache=False).hidden_states
@@ -68,7 +76,7 @@ def engine_logits(folder: Path, model, tokens: Tensor, inputs: list[int] | None,
             x = [norm(value, tensors[f"{first}{name}.weight"], eps) for value, name in pair]
             out = layer(tensors, first, config, torch.cat(x, -1), hidden)
             for index in range(1, config.num_hidden_layers):
-                x = norm(out, tensors[f"layers.{index}.input_layernorm.weight"], eps)
+                x = norm(out, tensors[f"layers.{index}.{further}.weight"], eps)
                 out = layer(tensors, f"layers.{index}.", config, x, out)
             final = norm(out[-1], tensors["norm.weight"], eps)
             results.append(F.linear(final, tensors["lm_head.weight"]))

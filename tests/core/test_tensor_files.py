@@ -15,6 +15,7 @@ from head_kinds import create
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from spectrain.core import pickled
 from spectrain.core.checkpoint import Checkpoint
 from spectrain.core.errors import SpectrainError
 from spectrain.core.pickled import load_pickled
@@ -140,6 +141,47 @@ def test_a_pickle_with_changed_bytes(tmp_path, inside, data):
         path.write_bytes(changed(path.read_bytes()))
     found = outcome(load_pickled, path) or {}
     assert sum(value.clone().numel() for value in found.values()) <= 2 * path.stat().st_size
+
+
+# Pickles that ask for os.mkdir, or for what an extension's number stands for, without the words in
+# which torch.save asks for its functions.
+ASKING = {
+    "STACK_GLOBAL": b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93\x8c\x01x\x85R.",
+    "EXT1": b"\x80\x02\x82\x01.",
+    "EXT2": b"\x80\x02\x83\x01\x00.",
+    "EXT4": b"\x80\x02\x84\x01\x00\x00\x00.",
+}
+
+
+def with_pickle(folder, pickle):
+    """An archive of torch.save with another pickle in it."""
+    torch.save({"a": torch.ones(2)}, folder / hostile.PICKLED)
+    kept = {"data.pkl": pickle}
+    hostile.rewritten(
+        folder, lambda name, content: kept.get(name[-8:], content), zipfile.ZIP_STORED
+    )
+    return folder / hostile.PICKLED
+
+
+@pytest.mark.parametrize("opcode", ASKING)
+def test_a_pickle_that_asks_in_other_words(tmp_path, monkeypatch, opcode):
+    """Refused by our own look at it: torch is not asked, whatever it would say."""
+    path = with_pickle(tmp_path, ASKING[opcode])
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("must not be opened"))
+    with pytest.raises(SpectrainError, match=f"a pickle that asks for '{opcode}'"):
+        load_pickled(path)
+
+
+def test_a_pickle_of_any_length_is_not_read(tmp_path, monkeypatch):
+    """It would be in memory whole; one just as long as the bound is read."""
+    path = with_pickle(tmp_path, b"\x80\x02}.")
+    size = zipfile.ZipFile(path).getinfo(f"{path.stem}/data.pkl").file_size
+    monkeypatch.setattr(pickled, "LONGEST_HEADER", size)
+    with pytest.raises(SpectrainError, match="no dictionary of tensors"):
+        load_pickled(path)
+    monkeypatch.setattr(pickled, "LONGEST_HEADER", size - 1)
+    with pytest.raises(SpectrainError, match="a packed archive"):
+        load_pickled(path)
 
 
 def outcome(read, path):

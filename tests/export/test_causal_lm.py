@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 
 import pytest
@@ -82,6 +83,27 @@ def test_assisted_generation_is_plain_generation(tiny, tiny_path, folder):
     settings = {"max_new_tokens": 12, "do_sample": False}
     plain = model.generate(**inputs, **settings)
     assert torch.equal(model.generate(**inputs, assistant_model=draft, **settings), plain)
+
+
+def test_launch_lines(tiny):
+    """As many tokens as the draft's steps; SGLang's count of those that are verified has the root
+    in it."""
+    head = create(tiny, "draft", steps=5)
+    vllm, sglang, library = writer("hf", "draft").launch(head, Reference(tiny, "org/my model"))
+    words = shlex.split(vllm.text)
+    assert words[:4] == ["vllm", "serve", "org/my model", "--speculative-config"]
+    settings = {"method": "draft_model", "model": "{folder}", "num_speculative_tokens": 5}
+    assert json.loads(words[4]) == settings
+    words = shlex.split(sglang.text)
+    assert dict(zip(words[3::2], words[4::2], strict=True)) == {
+        "--model-path": "org/my model",
+        "--speculative-algorithm": "STANDALONE",
+        "--speculative-draft-model-path": "{folder}",
+        "--speculative-num-steps": "5",
+        "--speculative-eagle-topk": "1",
+        "--speculative-num-draft-tokens": "6",
+    }
+    compile(library.text, "launch", "exec")
 
 
 def test_files(tiny, folder):

@@ -93,13 +93,17 @@ def test_a_bias_of_zeros_is_none(tmp_path):
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_an_engine_computes_the_same(tmp_path, bias):
-    """A file read as SGLang reads it, over the library's last state: the halves of fc, the missing
-    norm and the bias mean there what they mean here."""
-    target = target_of(rope="llama3", head_dim=16, padded=0)
+@pytest.mark.parametrize(
+    ("format", "bias"),
+    [("sglang", False), ("sglang", True), ("vllm", False), ("eagle", False), ("eagle", True)],
+)
+def test_an_engine_computes_the_same(tmp_path, format, bias):
+    """A file read as the engine reads it, over the library's last state: the halves of fc, the
+    missing norm and the bias mean there what they mean here."""
+    shape = {} if format == "eagle" else {"rope": "llama3", "head_dim": 16}
+    target = target_of(padded=0, **shape)
     head = head_of(target, "eagle1", fc_bias=bias)
-    folder = export(head, target, "sglang", tmp_path / "out")
+    folder = export(head, target, format, tmp_path / "out")
     tokens = torch.randint(0, 380, (9,), generator=torch.Generator().manual_seed(1))
     reference = engine_logits(folder, target.model, tokens, None, 3)
     for one, other in zip(own_logits(head, target, tokens, 3), reference, strict=True):
@@ -225,6 +229,28 @@ def test_a_fault_is_found(written, change, config, says):
     assert says in failures(folder, target)
     with pytest.raises(SpectrainError):
         read(folder, target)
+
+
+@pytest.mark.parametrize(("format", "bias", "change", "config", "says"), [
+    ("eagle", True, None, {"bias": False}, "SafeAILab's code then has no place for it"),
+    ("eagle", True, None, {}, ""),
+    ("eagle", True, put("fc.bias", torch.zeros_like), {"bias": False}, ""),
+    ("eagle", False, None, None, "SafeAILab's code then expects one"),
+    ("eagle", False, None, {}, ""),
+    ("sglang", False, lambda t: t.pop("fc.bias"), {}, "SGLang always does"),
+    ("sglang", True, None, {}, ""),
+    ("vllm", False, None, {}, ""),
+])  # fmt: skip
+def test_a_bias_that_engines_read_differently(tmp_path, format, bias, change, config, says):
+    """Which has it and which has not is said once, and the file is read as it is."""
+    target = target_of()
+    head = head_of(target, "eagle1", fc_bias=bias)
+    drop = ("bias",) if config is None else ()
+    folder = edit(export(head, target, format, tmp_path / "out"), change, config, drop)
+    warned = [one.text for one in findings(folder, target) if one.verdict == "warn"]
+    assert len(warned) == bool(says)
+    assert says in "".join(warned)
+    assert (read(folder, target).fc.bias is not None) is (bias and change is None)
 
 
 def test_a_doubt_is_a_warning(written):

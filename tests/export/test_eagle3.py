@@ -6,6 +6,7 @@ D draft vocabulary, V the target's.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 
 import pytest
@@ -21,6 +22,7 @@ from eagle_files import (
     target_of,
 )
 from eagle_reference import engine_logits
+from head_kinds import create
 from transformers import AutoConfig
 
 from spectrain.export import aux_layers, rope
@@ -103,6 +105,14 @@ def test_round_trip_of_own_embeddings(tmp_path, format):
     same(head, export(head, target, format, tmp_path / "out"), target)
 
 
+@pytest.mark.parametrize("format", ["eagle", "vllm"])
+def test_an_untrained_embedding_of_its_own_stays_its_own(tmp_path, format):
+    """It is equal to the target's and still a tensor that training may go on with."""
+    target = target_of()
+    head = create(target, "eagle3", random=False, draft_vocab_size=90, embeddings="own")
+    same(head, export(head, target, format, tmp_path / "out"), target)
+
+
 def test_linear_positions_for_safeai(tmp_path):
     """Its config takes two keys and no more; its layer knows the base 10000 alone."""
     target = target_of(rope="linear")
@@ -126,19 +136,39 @@ def test_another_type_is_named(tmp_path):
     assert torch.equal(again.d2t, head.d2t)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"aux_layers": (0, 2, 6)}, {"layers": 2}, {"embeddings": "own"}, {"aux_layers": (4,)},
+def read_inputs(format, config, launch):
+    """The layers, of 8, whose inputs the engine reads. Where nothing is said they are 2, N/2 and
+    N-3; vLLM's ids are these numbers, those of SGLang and TensorRT-LLM name the layer before;
+    TensorRT-LLM looks into its own settings alone, SafeAILab's code nowhere."""
+    if format == "vllm":
+        return config.get(aux_layers.KEY, [2, 4, 5])
+    outputs = [1, 3, 4]
+    if format == "sglang":
+        outputs = config.get("eagle_config", {}).get(aux_layers.KEY, outputs)
+    if format == "trtllm" and (said := re.search(r"eagle3_layers_to_capture: (\[.*\])", launch)):
+        outputs = json.loads(said[1])
+    return [i + 1 for i in outputs]
+
+
+@pytest.mark.parametrize(("format", "options"), [
+    *((format, options) for format in ("vllm", "sglang", "trtllm") for options in (
+        {}, {"aux_layers": (0, 2, 6)}, {"aux_layers": (1, 5)}, {"layers": 2})),
+    ("vllm", {"embeddings": "own"}), ("vllm", {"aux_layers": (4,)}),
+    ("eagle", {}), ("eagle", {"embeddings": "own"}),
 ])  # fmt: skip
-def test_an_engine_computes_the_same(tmp_path, options):
-    """A file read as vLLM reads it, over the states that the library calls the inputs of layers:
-    halves, norms, residuals and layer ids mean there what they mean here."""
-    target = target_of(rope="llama3", head_dim=16)
+def test_an_engine_computes_the_same(tmp_path, format, options):
+    """A file read as the engine reads it, over the states that the library calls the inputs of
+    layers: halves, norms, residuals and layer ids mean there what they mean here."""
+    # SafeAILab's layer knows plain positions, and heads that fill the hidden size.
+    target = target_of() if format == "eagle" else target_of(rope="llama3", head_dim=16)
     head = head_of(target, draft_vocab_size=90, **options)
-    folder = export(head, target, "vllm", tmp_path / "out")
+    folder = export(head, target, format, tmp_path / "out")
     config = json.loads((folder / "config.json").read_text())
-    inputs = config.get(aux_layers.KEY, [2, 4, 5])  # of 8 layers: 2, N/2, N-3
+    (launch,) = writer(format, "eagle3").launch(head, Reference(target, "tiny"))
+    inputs = read_inputs(format, config, launch.text)
+    further = "input_layernorm" if format == "vllm" else "hidden_norm"
     tokens = torch.randint(0, 380, (9,), generator=torch.Generator().manual_seed(1))
-    reference = engine_logits(folder, target.model, tokens, inputs, 3)
+    reference = engine_logits(folder, target.model, tokens, inputs, 3, further)
     for one, other in zip(own_logits(head, target, tokens, 3), reference, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 

@@ -148,7 +148,8 @@ def put(name, make):
     (None, {"hidden_size": "48"}, "hidden_size is '48'"),
     (None, {"hidden_size": None}, "hidden_size is missing"),
     (None, {"hidden_size": -1}, "hidden_size is -1"),
-    (None, {"head_dim": 2**40}, "expected"),
+    (None, {"head_dim": 2**20}, "expected"),
+    (None, {"head_dim": 2**40}, "not a size"),
     (None, {"num_key_value_heads": 3}, "no multiple"),
     (None, {"vocab_size": 7}, "the target are (48, 392)"),
     (None, {"target_hidden_size": 64}, "the target are (48, 392)"),
@@ -174,6 +175,18 @@ def test_a_fault_is_found(written, change, config, says):
     edit(folder, change, config)
     assert says in failures(folder, target)
     with pytest.raises(SpectrainError):
+        read(folder, target)
+
+
+@pytest.mark.parametrize("format", ["vllm", "eagle"])
+def test_an_embedding_of_its_own_that_is_lost(tmp_path, format):
+    """The target's would be read in its place, and drafts would be another head's."""
+    target = target_of()
+    head = head_of(target, draft_vocab_size=90, embeddings="own")
+    folder = export(head, target, format, tmp_path / "out")
+    edit(folder, lambda tensors: tensors.pop("embed_tokens.weight"))
+    assert "embed_tokens.weight is not in the file" in failures(folder, target)
+    with pytest.raises(SpectrainError, match=r"embed_tokens\.weight is not in the file"):
         read(folder, target)
 
 

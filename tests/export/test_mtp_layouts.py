@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 import shutil
 from types import SimpleNamespace
 
@@ -192,6 +193,28 @@ def test_names_for_transformers(whole, tmp_path):
     assert set(load_file(tmp_path / "out" / LAYERS)) == expected
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["num_mtp_layers"] == 2
+
+
+@pytest.mark.parametrize("format", KINDS)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_launch_lines(tiny, format, steps):
+    """As many tokens as the head's steps; SGLang's count of those that are verified has the root in
+    it. MiMo is for SGLang alone."""
+    head = sequential(tiny, steps, shared=steps > 1)
+    *others, sglang = writer(format, head.family).launch(head, Reference(tiny, "org/model"))
+    for one in others:
+        settings = json.loads(shlex.split(one.text)[-1])
+        assert settings == {"method": "mtp", "num_speculative_tokens": steps}
+    assert len(others) == (format != "mtp-mimo")
+    words = shlex.split(sglang.text)
+    assert dict(zip(words[3::2], words[4::2], strict=True)) == {
+        "--model-path": "{folder}",
+        "--speculative-algorithm": "NEXTN",
+        "--speculative-draft-model-path": "{folder}",
+        "--speculative-num-steps": str(steps),
+        "--speculative-eagle-topk": "1",
+        "--speculative-num-draft-tokens": str(steps + 1),
+    }
 
 
 # ── what cannot be said ──────────────────────────────────────────────────────

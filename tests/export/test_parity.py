@@ -33,3 +33,18 @@ def test_what_only_the_config_says_is_compared(family, changed):
     found = differences(head, other, target)
     assert found
     assert all(one.startswith("logits of draft step") for one in found)
+
+
+def test_what_is_read_of_the_target_is_compared():
+    """The same tensors over the states of other layers: drafts are compared behind the same ones,
+    so nothing else would tell."""
+    target = target_of(padded=0)
+    head = head_of(target, aux_layers=(1, 3, 4))
+    kind = type(head)
+    config = head.config.model_copy(update={"aux_layers": (0, 2, 6)})
+    other = kind(config).bind(target.readout).eval()
+    other.load_state_dict(head.state_dict())
+    other.use_vocabulary(head.draft_ids)
+    (text,) = differences(head, other, target)
+    assert "aux_layers=(1, 3, 4)" in text
+    assert "aux_layers=(0, 2, 6)" in text

@@ -5,6 +5,8 @@ Whether that package runs what is written, and we what it writes: tests/interop.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from eagle_files import OTHERWISE
@@ -208,7 +210,7 @@ def test_other_norms_are_refused(tiny, found, flag):
         ({"rope_parameters": {"rope_type": "no-such", "rope_theta": 1.0}}, "rope"),
         ({"head_dim": 15}, ""),
         ({"num_key_value_heads": 3}, ""),
-        ({"num_attention_heads": "many"}, "config.json cannot be read"),
+        ({"num_attention_heads": "many"}, "num_attention_heads is 'many', not a size"),
         ({"rope_theta": 500.0}, "rope_theta with rope_scaling say different things"),
     ],
 )
@@ -274,6 +276,22 @@ def test_states_that_vllm_has_no_room_for(tiny, tmp_path):
 def test_a_config_that_cannot_be(tiny, found, changes, words):
     texts = told(found.edited(config=changes), tiny)
     assert any(words in text for text in texts), texts
+
+
+def test_an_embedding_of_its_own_that_is_lost(tiny, tmp_path):
+    """The target's in its place would draft something else; a head that used the target's has
+    none to lose."""
+    head = create(tiny, "eagle3", draft_vocab_size=120, embeddings="own")
+    found = exported(head, tiny, tmp_path / "out")
+    shapes = {name: shape for name, shape in found.shapes.items() if name != "embed_tokens.weight"}
+    lost = replace(found, shapes=shapes)
+    (text,) = told(lost, tiny)
+    assert text == (
+        "embedding: embed_requires_grad is true, and embed_tokens.weight is not in the file"
+    )
+    with pytest.raises(SpectrainError, match=r"embed_tokens\.weight is not in the file"):
+        load(reader_of(lost), lost, tiny)
+    assert told(lost.edited(config={"embed_requires_grad": False}), tiny) == []
 
 
 def test_what_is_not_said(tiny, found):
