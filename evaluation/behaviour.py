@@ -20,8 +20,8 @@ from spectrain.evaluation.summary import Conversation, summarise
 from spectrain.generator.decode import complete
 from spectrain.heads.base import DraftHead
 
-# A head knows nothing when even the upper end of the interval of its first position is below what
-# the most frequent token alone has, plus this share of what that one leaves.
+# A head knows nothing when it surely has less over a blind guess, on the same replies, than this
+# share of what that one leaves.
 NOTHING = 0.05
 # A change is a likely cause when it lifts the first position by this much, and by this part of it,
 # and surely (lower end of the interval of the difference, over the same replies, above 0).
@@ -32,26 +32,41 @@ _ROWS = 256  # rows whose logits are held at a time
 DEFINITIONS = {
     "replies": "written now by the target, greedily, to prompts that the head may have learnt "
     "from: whether it works, not how well (for that: eval-alpha on held-out rows)",
-    "blind": "acceptance at position 1 of the one token that is most frequent among those asked "
-    "for, always guessed: what a head that knows nothing may have",
-    "nothing": "a head fails when the upper end of its interval at position 1 is below blind + "
-    f"{NOTHING:.0%} of (1 − blind): it knows less than {NOTHING:.0%} of what a blind guess misses",
-    "likely cause": f"a change that lifts position 1 by {LIFT:g} and by {PART:.0%} of it at least, "
-    "the lower end of the interval of the difference above 0 (so of 8 replies or more)",
+    "blind": "acceptance of the one token that is most frequent among those asked for, always "
+    "guessed: what a head that knows nothing may have",
+    "nothing": "a head fails when the upper end of the interval of its acceptance less that of the "
+    f"blind guess, reply by reply, is below {NOTHING:.0%} of (1 − blind); it passes when the lower "
+    "end is above 0; else more replies are needed to tell (8 at least)",
+    "likely cause": f"a change that lifts the first position that it concerns by {LIFT:g} and by "
+    f"{PART:.0%} of it at least, the lower end of the interval of the difference above 0 (so of "
+    "8 replies or more)",
 }
 
 
 @dataclass(frozen=True)
-class First:
-    """Position 1 of each reply: hits [C], and how often it was asked for [C]."""
+class Seen:
+    """One position of each reply, given that all before it were accepted.
+
+    hits [C] accepted · asked [C] how often it was asked for · blind [C] what the one token that is
+    most frequent among all asked for would have had · broken: anchors whose logits are not finite
+    """
 
     hits: Floats
     asked: Floats
+    blind: Floats
+    broken: int = 0
 
     @property
     def value(self) -> float | None:
+        return self._part(self.hits)
+
+    @property
+    def blind_value(self) -> float | None:
+        return self._part(self.blind)
+
+    def _part(self, hits: Floats) -> float | None:
         total = self.asked.sum()
-        return float(self.hits.sum() / total) if total else None
+        return float(hits.sum() / total) if total else None
 
 
 def answered(target: Target, prompts: list[Tensor], longest: int) -> Batch:
@@ -75,46 +90,65 @@ def measured(
 
 
 @torch.inference_mode()
-def first(head: DraftHead, batch: Batch) -> First:
-    """How often the head's first guess is the target's choice. What the target chose is read from
-    `batch.argmax`: tokens and features may be changed without changing the question."""
-    places = counted(batch.reply, 0)
-    hits = torch.zeros(places.numel(), device=places.device)
-    for step in head.unroll(batch, 1):
-        wanted = batch.argmax.flatten()[step.anchors + 1]
-        for rows in torch.arange(len(step.anchors), device=places.device).split(_ROWS):
-            guess = head.to_target(head.logits(step.hidden[rows], 0).argmax(-1))
-            hits[step.anchors[rows]] = (guess == wanted[rows]).float()
-    summed = ((hits.view_as(places) * places).sum(1), places.sum(1))
-    return First(*(part.cpu().double().numpy() for part in summed))
+def seen(head: DraftHead, batch: Batch, steps: int = 1) -> list[Seen]:
+    """Positions 1 … steps: how often the head's first guess is the target's choice. What the target
+    chose is read from `batch.argmax`: tokens and features may be changed without changing the
+    question."""
+    chosen, found = batch.argmax.flatten(), []
+    reached = counted(batch.reply, 0)
+    for step in head.unroll(batch, steps):
+        asked = (reached & counted(batch.reply, step.step)).flatten()
+        hits, blind = torch.zeros_like(asked), torch.zeros_like(asked)
+        broken = 0
+        for rows in asked[step.anchors].nonzero().flatten().split(_ROWS):
+            anchors = step.anchors[rows]
+            logits = head.logits(step.hidden[rows], step.step)
+            broken += int((~logits.isfinite().all(-1)).sum())
+            guess = head.to_target(logits.argmax(-1))
+            hits[anchors] = guess == chosen[anchors + 1 + step.step]
+        if asked.any():
+            places = asked.nonzero().flatten()
+            wanted = chosen[places + 1 + step.step]
+            blind[places] = wanted == wanted.bincount().argmax()
+        found.append(Seen(*(_by_reply(part, batch) for part in (hits, asked, blind)), broken))
+        reached = hits.view_as(reached)
+    return found
 
 
-def blind(batch: Batch) -> float | None:
-    """Acceptance at position 1 of the most frequent of the tokens asked for; None without any."""
-    anchors = counted(batch.reply, 0).flatten().nonzero().flatten()
-    if not len(anchors):
+def _by_reply(places: Tensor, batch: Batch) -> Floats:
+    """[C·T] → [C]"""
+    return places.view_as(batch.reply).sum(1).cpu().double().numpy()
+
+
+def over_blind(one: Seen, seed: int) -> dict[str, Any]:
+    """{value, low, high} of acceptance less that of the blind guess, on the same anchors."""
+    return _difference(one.hits, one.blind, one.asked, seed)
+
+
+def knows(one: Seen, over: dict[str, Any]) -> bool | None:
+    """Whether a head knows more than a blind guess; None where the replies do not tell."""
+    if over["low"] is None:
         return None
-    wanted = batch.argmax.flatten()[anchors + 1]
-    return int(torch.bincount(wanted).max()) / len(wanted)
+    if over["high"] < NOTHING * (1 - one.blind_value):
+        return False
+    return True if over["low"] > 0 else None
 
 
-def least(blind: float) -> float:
-    """What the upper end at position 1 has to reach."""
-    return blind + NOTHING * (1 - blind)
+def lift(plain: Seen, changed: Seen, seed: int) -> dict[str, Any]:
+    """{value, low, high} of the difference at one position, over the same replies."""
+    return _difference(changed.hits, plain.hits, plain.asked, seed)
 
 
-def lift(plain: First, changed: First, seed: int) -> dict[str, Any]:
-    """{value, low, high} of the difference at position 1, over the same replies."""
-
+def _difference(more: Floats, less: Floats, asked: Floats, seed: int) -> dict[str, Any]:
     def statistic(sums: dict[str, Floats]) -> Floats:
-        return ratio(sums["changed"] - sums["plain"], sums["asked"])
+        return ratio(sums["more"] - sums["less"], sums["asked"])
 
-    columns = {"plain": plain.hits, "changed": changed.hits, "asked": plain.asked}
+    columns = {"more": more, "less": less, "asked": asked}
     (found,) = intervals({n: np.asarray(c)[:, None] for n, c in columns.items()}, statistic, seed)
     return found
 
 
-def lifts(plain: First, difference: dict[str, Any]) -> bool:
+def lifts(plain: Seen, difference: dict[str, Any]) -> bool:
     """Whether the difference makes a likely cause."""
     value, low = difference["value"], difference["low"]
     if value is None or value < max(LIFT, PART * plain.value):

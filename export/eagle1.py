@@ -118,8 +118,6 @@ class Eagle1Reader(Reader):
         return found.renamed(_plain).called(name)
 
     def suspects(self, found: Found, target: Target) -> Iterator[Suspect]:
-        if eagle_config.unreadable(self.findings(found, target)):
-            return
         found = found.renamed(_plain)
         sizes, _ = eagle_config.read_sizes(found.config)
         left, right = found.read(_FC).chunk(2, dim=1)

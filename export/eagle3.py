@@ -47,6 +47,7 @@ class Eagle3Reader(Reader):
 
     name: ClassVar[str] = "eagle3"
     tells_steps: ClassVar[bool] = False
+    norm_keys: ClassVar[bool] = True
 
     def recognises(self, found: Found) -> bool:
         names = {_own_name(name) for name in found.shapes}
@@ -131,8 +132,6 @@ class Eagle3Reader(Reader):
         return canonical(found).called(name)
 
     def suspects(self, found: Found, target: Target) -> Iterator[Suspect]:
-        if eagle_config.unreadable(self.findings(found, target)):
-            return
         found = canonical(found)
         sizes, _ = _sizes(found, target)
         outputs, _ = _layers(found, target)

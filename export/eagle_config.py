@@ -8,7 +8,7 @@ H hidden, I MLP width, A query heads, G kv heads, d head size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,12 +76,6 @@ def type_findings(found: Found, integers: Mapping[str, set[str]]) -> Iterator[Fi
             kinds.add(kind)
     if len(kinds) > 1:
         yield Finding("types", "note", f"weights of mixed types: {', '.join(sorted(kinds))}")
-
-
-def unreadable(findings: Iterable[Finding]) -> bool:
-    """Whether the sizes, names or types are wrong, so that no tensor can be looked into."""
-    wrong = {"config", "target", "tensors", "types"}
-    return any(one.verdict == "fail" and one.check in wrong for one in findings)
 
 
 def layer_shapes(sizes: Mapping[str, Any], prefix: str, width: int) -> dict[str, tuple[int, ...]]:

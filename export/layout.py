@@ -48,11 +48,13 @@ class Suspect:
     """A common mistake, undone: `found` with it mended, to see whether drafts are accepted then.
 
     name: the mistake ("d2t holds absolute ids") · fix: how the checkpoint is mended for good
+    position: the first one of a draft that it changes
     """
 
     name: str
     fix: str
     found: Found
+    position: int = 1
 
 
 class Reader(ABC):
@@ -60,6 +62,7 @@ class Reader(ABC):
 
     name: ClassVar[str]
     tells_steps: ClassVar[bool] = True  # whether its files say for how many draft steps
+    norm_keys: ClassVar[bool] = False  # whether its config has a place for norm_placement's keys
 
     @abstractmethod
     def recognises(self, found: Found) -> bool:
@@ -75,7 +78,7 @@ class Reader(ABC):
         """The head, on the CPU, unbound; only for what has no finding that fails."""
 
     def suspects(self, found: Found, target: Target) -> Iterator[Suspect]:
-        """What to try when nothing is accepted."""
+        """What to try when nothing is accepted; asked only where the tensors `fit`."""
         return iter(())
 
     def layers_key(self, layers: tuple[int, ...]) -> str:
@@ -178,6 +181,12 @@ def load(
     head.check_vocabulary(str(found.path))
     require_finite(head, str(found.path), lambda name: reader.called(found, name))
     return head.to(target.device).bind(target.readout).eval()
+
+
+def fit(findings: Iterable[Finding]) -> bool:
+    """Whether names, shapes and types of the tensors are the layout's, by the findings of its
+    reader: what was not compared may be of any size."""
+    return any(one.check == "tensors" and one.verdict == "ok" for one in findings)
 
 
 def compare_names(

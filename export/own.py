@@ -18,6 +18,7 @@ from spectrain.export.layout import (
     Launch,
     Reader,
     Reference,
+    Suspect,
     Writer,
     compare_names,
 )
@@ -68,6 +69,13 @@ class OwnReader(Reader):
         head = kind(kind.Config.model_validate(dict(found.config)))
         head.load_state_dict({name: found.read(name) for name in found.shapes}, strict=True)
         return head
+
+    def suspects(self, found: Found, target: Target) -> Iterator[Suspect]:
+        other = {"after_norm": "before_norm", "before_norm": "after_norm"}
+        if value := other.get(found.config.get("pass_on")):
+            name = f"the next step reads the state {value.replace('_', ' the ')}"
+            fix = f"in config.json, set pass_on to {value}"
+            yield Suspect(name, fix, found.edited(config={"pass_on": value}), position=2)
 
     def layers_key(self, layers: tuple[int, ...]) -> str:
         return f"aux_layers to {list(layers)}"

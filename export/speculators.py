@@ -49,6 +49,7 @@ class SpeculatorsReader(Reader):
     """Known by its `speculators_model_type`, of which EAGLE-3 can be read."""
 
     name: ClassVar[str] = "speculators"
+    norm_keys: ClassVar[bool] = True
 
     def recognises(self, found: Found) -> bool:
         return isinstance(found.config.get(KIND), str)

@@ -21,27 +21,34 @@ _MAP_FIX = "store offsets in d2t: target id of draft token i, less i"
 _SHOWN = 4  # names in a finding
 
 
-def findings(found: Found) -> Iterator[Finding]:
-    """Types, values that are no numbers, and the two halves of a draft vocabulary."""
-    weights = {n: kind for n, kind in found.dtypes.items() if n not in (D2T, T2D)}
+def types(found: Found) -> Finding:
+    """What weights are stored as, by the headers alone."""
+    weights = _weights(found)
     kinds = Counter(FLOATS.get(kind, kind) for kind in weights.values())
     told = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common())
     odd = [name for name, kind in weights.items() if kind not in FLOATS]
     if odd:
         text = f"no floating numbers: {names_of(odd)} ({told})"
-        yield Finding("types", "fail", text, "dequantise the head, or export it again")
-    elif "float64" in kinds:
-        yield Finding("types", "warn", f"{told}: no engine computes in float64", "store float32")
-    else:
-        yield Finding("types", "note" if len(kinds) > 1 else "ok", told)
+        return Finding("types", "fail", text, "dequantise the head, or export it again")
+    if "float64" in kinds:
+        return Finding("types", "warn", f"{told}: no engine computes in float64", "store float32")
+    return Finding("types", "note" if len(kinds) > 1 else "ok", told)
+
+
+def values(found: Found) -> Iterator[Finding]:
+    """Values that are no numbers, and the two halves of a draft vocabulary; reads every tensor."""
     bad = []
     try:
-        for name in weights.keys() - set(odd):
+        for name in (n for n, kind in _weights(found).items() if kind in FLOATS):
             if not torch.isfinite(found.read(name)).all():
                 bad.append(name)
         maps = [_map(found)] if {D2T, T2D} <= found.shapes.keys() else []
     except SpectrainError as error:
         yield Finding("values", "fail", str(error), error.fix or "get the file again")
+        return
+    except MemoryError:  # what lies beside a head may be of any size
+        text = f"{name} {found.shapes[name]} does not fit into memory"
+        yield Finding("values", "fail", text, "leave it out, if the head does not need it")
         return
     if bad:
         text = f"NaN or infinite numbers in {names_of(bad)}"
@@ -49,6 +56,11 @@ def findings(found: Found) -> Iterator[Finding]:
     else:
         yield Finding("values", "ok", "every number is finite")
     yield from maps
+
+
+def _weights(found: Found) -> dict[str, str]:
+    """name → type"""
+    return {name: kind for name, kind in found.dtypes.items() if name not in (D2T, T2D)}
 
 
 def _map(found: Found) -> Finding:

@@ -7,39 +7,30 @@ writes, and common mistakes are undone one at a time to see whether drafts are a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from spectrain.core.batch import Batch
 from spectrain.core.config import Config
-from spectrain.core.errors import SpectrainError
-from spectrain.core.progress import progress
 from spectrain.core.target import Target
 from spectrain.data.conversations import Conversation
-from spectrain.data.online import read
 from spectrain.data.reading import read_conversations
 from spectrain.evaluation import behaviour
-from spectrain.evaluation.causes import Cause, causes
 from spectrain.evaluation.summary import DEFINITIONS
-from spectrain.export import health, record, stored
+from spectrain.export import record, stored
 from spectrain.export.formats import reader_of
 from spectrain.export.found import Found
-from spectrain.export.layout import Finding, Reader, load
-from spectrain.heads.base import DraftHead
+from spectrain.export.layout import Finding, fit
 from spectrain.heads.io import find_head
+from spectrain.recipes.doctor_patient import Patient
 from spectrain.recipes.doctor_report import render
 from spectrain.recipes.doctor_verdicts import verdicts
-from spectrain.recipes.evaluate import MAX_DRAFT
 from spectrain.recipes.generate import ids_of
-from spectrain.recipes.import_head import further
 from spectrain.recipes.prepare import SHIPPED_PROMPTS
 
 __all__ = ["DoctorConfig", "render", "run"]
@@ -69,20 +60,18 @@ def run(config: DoctorConfig) -> dict[str, Any]:
     target = Target.load(config.target, dtype=config.dtype, pack_weights=False)
     prompts = [_ids(target, conversation) for conversation in conversations[: config.limit]]
 
-    findings = [*reader.findings(found, target), *record.findings(found, target)]
+    own = list(reader.findings(found, target))
+    patient = Patient(reader, found, target, own, prompts, config.max_new_tokens, config.seed)
+    findings = [*own, *record.findings(found, target)]
     said = {one.check: _badness(one) for one in sorted(findings, key=_badness)}
-    findings += [one for one in stored.findings(found) if _news(one, said)]
-    head = None
+    # Beyond the headers only where they are what they should be: else they may claim any size.
+    general = [stored.types(found), *(stored.values(found) if fit(own) else ())]
+    findings += [one for one in general if _news(one, said)]
     if not any(one.verdict == "fail" for one in findings):
-        head = _loaded(reader, found, target)
-        seen = health.findings(head, target, partial(reader.called, found))
-        findings += [one for one in seen if _news(one, said)]
-        if not health.can_be_fed(head, target):
-            head = None
-    patient = _Patient(reader, found, target, head, config, prompts)
+        findings += [one for one in patient.examine() if _news(one, said)]
     accepted = patient.behave()
     tried = patient.tried()
-    findings += verdicts(accepted, tried, patient.further() if head else "")
+    findings += verdicts(accepted, tried, patient.further())
 
     failed = [one for one in findings if one.verdict == "fail"]
     return {
@@ -102,120 +91,11 @@ def run(config: DoctorConfig) -> dict[str, Any]:
     }
 
 
-class _Patient:
-    """The head, as it is and with one thing changed, on replies that the target writes once."""
-
-    def __init__(
-        self,
-        reader: Reader,
-        found: Found,
-        target: Target,
-        head: DraftHead | None,
-        config: DoctorConfig,
-        prompts: list[Tensor],
-    ) -> None:
-        self.reader, self.found, self.target, self.head = reader, found, target, head
-        self.config, self.prompts = config, prompts
-        self._replies: Batch | None = None
-        self._batches: dict[tuple[int, ...], Batch] = {}
-
-    def called(self, name: str) -> str:
-        """What the file calls a tensor of the head."""
-        return self.reader.called(self.found, name)
-
-    def further(self) -> str:
-        """How the head is trained further; one of another layout is imported for that first."""
-        path = str(self.found.path) if self.reader.name == "spectrain" else "IMPORTED"
-        return further(self.head.family, self.config.target, path)
-
-    def _fix(self, cause: Cause) -> str:
-        if cause.training:
-            return f"{cause.fix}: {self.further()}"
-        key = self.reader.layers_key(cause.layers) if cause.layers else ""
-        return f"in config.json, set {key}: {cause.fix}" if key else cause.fix
-
-    def batch(self, head: DraftHead) -> Batch:
-        """The replies with what this head reads."""
-        if self._replies is None:
-            longest = self.config.max_new_tokens
-            self._replies = behaviour.answered(self.target, self.prompts, longest)
-        layers = head.needs.aux_layers
-        if layers not in self._batches:
-            self._batches[layers] = read(self.target, self._replies, layers)
-        return self._batches[layers]
-
-    def behave(self) -> dict[str, Any] | None:
-        """Acceptance of the head as it is; None where it cannot be run."""
-        if self.head is None:
-            return None
-        batch = self.batch(self.head)
-        steps = min(MAX_DRAFT, self.head.longest_draft)
-        return {
-            "blind": behaviour.blind(batch),
-            **behaviour.measured(self.target, self.head, batch, steps, self.config.seed),
-        }
-
-    def tried(self) -> list[dict[str, Any]]:
-        """What was changed, and acceptance at position 1 then, the best first."""
-        plain = behaviour.first(self.head, self.batch(self.head)) if self.head else None
-        if plain is not None and plain.value is None:
-            return []
-        rows: list[dict[str, Any]] = []
-        outcomes = [] if plain is None else [plain.hits]
-        for name, fix, head, batch in self._told(self._changes()):
-            changed = behaviour.first(head, batch)
-            if changed.hits.any() and any(np.array_equal(changed.hits, h) for h in outcomes):
-                continue  # what this head does not read, or the same change by another name
-            outcomes.append(changed.hits)
-            if plain is None:
-                known, gain = changed.value, None
-                likely = known is not None and known >= behaviour.least(behaviour.blind(batch))
-            else:
-                gain = behaviour.lift(plain, changed, self.config.seed)
-                likely = behaviour.lifts(plain, gain)
-            row = {"name": name, "position_1": changed.value, "gain": gain, "likely": likely}
-            rows.append(row | {"fix": fix})
-        return sorted(rows, key=lambda row: -(row["position_1"] or 0))
-
-    @staticmethod
-    def _told(changes: Iterator[Any]) -> Iterator[Any]:
-        with progress(None, "undo common mistakes", "mistakes") as bar:
-            for change in changes:
-                yield change
-                bar.update()
-
-    def _changes(self) -> Iterator[tuple[str, str, DraftHead, Batch]]:
-        """name, fix, head and its batch of everything that is tried."""
-        own = list(self.reader.suspects(self.found, self.target))
-        for one in own or stored.suspects(self.found):
-            findings = self.reader.findings(one.found, self.target)
-            if any(f.verdict == "fail" for f in findings):
-                continue
-            try:
-                head = _loaded(self.reader, one.found, self.target)
-            except SpectrainError:  # more is wrong with it, which its findings say
-                continue
-            yield one.name, one.fix, head, self.batch(head)
-        if self.head is None:
-            return
-        batch = self.batch(self.head)
-        for cause in causes(self.target, self.head, batch, self.called):
-            yield cause.name, self._fix(cause), self.head, cause.batch
-        for name, fix, mend in health.mends(self.head, self.target, self.called):
-            head = _loaded(self.reader, self.found, self.target)
-            mend(head)
-            yield name, fix, head, batch
-
-
 def _ids(target: Target, conversation: Conversation) -> Tensor:
     """The prompt's ids; for a target without a chat template those of its last message alone."""
     if target.tokenizer.chat_template:
         return ids_of(target, conversation)
     return torch.tensor(target.tokenizer(str(conversation.messages[-1]["content"]))["input_ids"])
-
-
-def _loaded(reader: Reader, found: Found, target: Target) -> DraftHead:
-    return load(reader, found, target).to(target.dtype)
 
 
 def _badness(finding: Finding) -> int:

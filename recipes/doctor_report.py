@@ -51,14 +51,17 @@ def _acceptance(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"  {'position':<10}{'conditional':<24}reached"
     for row in found["positions"]:
         yield f"  {row['position']:<10}{_number(row['conditional']):<24}{row['reached']:,.0f}"
-    yield f"  {'blind':<10}{found['blind']:.3f}"
+    first = found["positions"][0]
+    yield f"  {'blind':<10}{first['blind']:.3f}"
+    yield f"  {'above it':<10}{_number(first['over_blind'])}"
 
 
 def _tried(report: Mapping[str, Any]) -> Iterator[str]:
-    yield "changed, one thing at a time: acceptance at position 1 then"
+    yield "changed, one thing at a time: acceptance then at position 1, or at [2]"
     for row in report["tried"]:
-        value = "—" if row["position_1"] is None else f"{row['position_1']:.3f}"
-        text = f"  {value:<7}{'LIKELY CAUSE: ' if row['likely'] else ''}{row['name']}"
+        value = "—" if row["accepted"] is None else f"{row['accepted']:.3f}"
+        place = f"[{row['position']}] " if row["position"] > 1 else ""
+        text = f"  {value:<7}{place}{'LIKELY CAUSE: ' if row['likely'] else ''}{row['name']}"
         yield from textwrap.wrap(text, WIDTH, subsequent_indent=" " * 9)
 
 

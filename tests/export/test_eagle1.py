@@ -282,12 +282,6 @@ def test_a_suspect_mends_what_it_names(written, change, config, name):
     assert differences(head, again, target) == []
 
 
-def test_broken_files_have_no_suspects(written):
-    _, folder, target = written
-    edit(folder, put("fc.weight", lambda m: m[0]))
-    assert list(Eagle1Reader().suspects(Found.open(folder), target)) == []
-
-
 # ── launching ────────────────────────────────────────────────────────────────
 
 

@@ -307,9 +307,3 @@ def test_a_healthy_file_has_no_absolute_suspect(written):
     names = [one.name for one in Eagle3Reader().suspects(Found.open(folder), target)]
     assert len(names) == 4
     assert not any("absolute" in one or "rotary" in one for one in names)
-
-
-def test_broken_files_have_no_suspects(written):
-    _, folder, target = written
-    edit(folder, put("fc.weight", lambda m: m[0]))
-    assert list(Eagle3Reader().suspects(Found.open(folder), target)) == []

@@ -36,6 +36,10 @@ OPTIONS = {
 }
 
 
+def same(batch):
+    return batch
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("doctor")
@@ -68,12 +72,13 @@ def replies(target, prompts):
 
 @pytest.fixture(scope="session")
 def trained(folder, target, replies):
-    """trained(family, change) → the folder of a head; change: of the batch that it learns from."""
+    """trained(family, change, other) → the folder of a head; change: of the batch that it learns
+    from; other: a class that computes otherwise, of which the files tell nothing."""
     made = {}
 
-    def learn(family, change=lambda batch: batch):
-        if (family, change) in made:
-            return made[family, change]
+    def learn(family, change=same, other=None):
+        if (family, change, other) in made:
+            return made[family, change, other]
         head = create(target, family, random=False, **OPTIONS[family])
         batch = read(target, replies, head.needs.aux_layers)
         asked = batch.argmax[batch.argmax >= 0]
@@ -82,6 +87,7 @@ def trained(folder, target, replies):
             kind = type(head)
             head = kind.create(kind.Options(**OPTIONS[family]), target, counts)
         batch = change(batch)
+        head.__class__ = other or type(head)
         weights = [p for p in head.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(weights, lr=1e-2, weight_decay=0)
         head.train()
@@ -92,7 +98,7 @@ def trained(folder, target, replies):
             optimizer.step()
         out = folder / f"head-{len(made)}"
         save_head(head.eval(), out)
-        made[family, change] = out
+        made[family, change, other] = out
         return out
 
     return learn
