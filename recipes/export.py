@@ -135,6 +135,7 @@ def run(config: ExportConfig) -> dict[str, Any]:
             layout=made.reader.name,
             config=head.config,
             base=reference.name,
+            here=reference.here,
             on_hub=_on_hub(reference.name),
             base_note=_note(config, target),
             license=config.license,

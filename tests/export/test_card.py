@@ -70,6 +70,7 @@ def page(head):
             "layout": "spectrain",
             "config": head.config,
             "base": "owner/model",
+            "here": "my-model",
             "on_hub": True,
             "base_note": None,
             "license": "other",
@@ -116,6 +117,8 @@ def test_the_numbers_come_with_their_definition_rule_and_counts(page):
 def test_what_was_not_measured_is_not_there(page):
     text = page()
     assert "Not measured. To measure it:\n\n```bash\nspectrain eval-alpha" in text
+    assert "--target my-model --store STORE" in text
+    assert "--target 'my model' --store STORE" in page(here="my model")
     assert "α" not in text
     assert "Nothing is known of it" in text
     assert re.search(r"## Speed\n\nNot measured", text)
