@@ -30,7 +30,7 @@ from spectrain.export import card
 from spectrain.export.formats import writer
 from spectrain.export.found import Found
 from spectrain.export.layout import Encoded, Launch, Reference
-from spectrain.export.measured import Known, known
+from spectrain.export.measured import Known, known, measure_command, place_for
 from spectrain.export.proof import beyond, conform, read_back, rounded
 from spectrain.export.push import push, require_token
 from spectrain.export.record import RECORD
@@ -168,6 +168,10 @@ def run(config: ExportConfig) -> dict[str, Any]:
         "checks": checks,
         "untouched": beside.untouched,
         "measured": _measured(told),
+        "to_measure": {
+            "report": str(place_for(config.run)),
+            "command": measure_command(config.run, place, target.name),
+        },
         "launch": [_line(one, str(folder)) for one in launches],
         "pushed": pushed,
     }

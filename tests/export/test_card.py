@@ -201,8 +201,13 @@ def test_numbers_of_this_head_are_found_and_those_of_another_are_not(run_folder,
 
 def test_a_report_of_another_head_is_refused_when_it_is_named(run_folder, tiny, tmp_path):
     file = put(tmp_path / "alpha.json", alpha_report(weights="0" * 64))
-    with pytest.raises(SpectrainError, match="measured of another head"):
+    with pytest.raises(SpectrainError, match="measured of another head") as refused:
         known(run_folder, run_folder / "head", tiny, file)
+    # What it advises leaves the other head's numbers alone.
+    for words in (f"--target {tiny.name}", f"--head {run_folder / 'head'}"):
+        assert words in refused.value.fix
+    assert f"--json {run_folder / ALPHA}" in refused.value.fix
+    assert str(file) not in refused.value.fix
     with pytest.raises(SpectrainError, match="no such file"):
         known(run_folder, run_folder / "head", tiny, tmp_path / "nowhere.json")
     put(file, {"head": "x"})

@@ -91,6 +91,8 @@ def test_what_is_written_is_the_head(export, place, head):
     shown = render(report)
     assert f"--head {out}" in shown
     assert "no measured acceptance was found" in shown
+    measure = f"spectrain eval-alpha --target {head.config.target.name} --store STORE"
+    assert f"{measure} --head {place / 'head'} --json {place / 'eval-alpha.json'}\n" in shown
 
 
 @pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
