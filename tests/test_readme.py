@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from tiny_models import SENTENCES
 
+from spectrain.export.measured import ALPHA
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -37,6 +39,13 @@ def test_links_lead_somewhere():
     for link in re.findall(r"\]\(([^)]+)\)", README):
         paper = re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}", link)
         assert paper or (ROOT / link).exists(), link
+
+
+def test_what_is_measured_is_found_by_export():
+    (line,) = (one for one in commands() if "eval-alpha" in one and "--head runs/train/" in one)
+    assert f"--json runs/train/{ALPHA}" in line
+    (exported,) = (one for one in commands() if "spectrain export" in one)
+    assert "spectrain export runs/train " in exported
 
 
 @pytest.mark.slow
