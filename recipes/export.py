@@ -103,10 +103,11 @@ def run(config: ExportConfig) -> dict[str, Any]:
 
     reasons = made.refusals(head, reference)
     if reasons:
+        trained = any("train it with" in reason for reason in reasons)
         raise SpectrainError(
             f"the format {config.format} cannot say what this head is: {'; '.join(reasons)}",
             where=str(config.run),
-            fix="choose another --format",
+            fix=f"choose another --format{', or train the head as said' if trained else ''}",
         )
     beside = judged(head, target)
     if beside.never_trained:
