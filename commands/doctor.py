@@ -9,7 +9,7 @@ import typer
 from spectrain.commands import options, running
 from spectrain.commands.options import ConfigFile, Json, Overrides, Seed, Target, option
 
-Path = Annotated[str, typer.Argument(help="Folder of a head, in any known layout.")]
+Path = Annotated[str, typer.Argument(help="Folder of a head, in any known layout.", metavar="PATH")]
 Prompts, Limit = options.prompts("the shipped prompts"), option(int, options.LIMIT, default="10")
 NewTokens = options.max_new_tokens("48")
 

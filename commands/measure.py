@@ -95,7 +95,7 @@ def eval_alpha(
     \b
     Example:
       spectrain eval-alpha --store runs/store --head runs/train/head \\
-          --temperature 0,1 --json alpha.json
+          --temperature 0,1 --json runs/train/eval-alpha.json
     """
     given = ctx.params | {"temperature": running.split(temperature)}
     running.run("evaluate", "eval", "EvalConfig", given)

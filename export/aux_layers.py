@@ -59,10 +59,14 @@ def sglang_refusals(chosen: tuple[int, ...], layers: int, kind: str) -> list[str
     if kind in _INPUTS_TO_SGLANG and not default and chosen[0] != 1:
         return [
             f"SGLang takes layer ids for inputs where the target is a {kind} and the first id is "
-            f"not 1: it would read the layers before {list(chosen)}"
+            f"not 1: it would read the layers before {list(chosen)}; train it with head.aux_layers "
+            "that begin with 1"
         ]
     if kind in _LATER_IN_SGLANG and default:
-        return [f"SGLang's own choice of layers is one too late where the target is a {kind}"]
+        return [
+            f"SGLang's own choice of layers is one too late where the target is a {kind}: train it "
+            f"with other head.aux_layers than {list(chosen)}"
+        ]
     return []
 
 

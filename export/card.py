@@ -27,7 +27,8 @@ _SETTINGS = (
 class About:
     """What the page tells.
 
-    base: the target as others call it · on_hub: whether that is a name of the model hub
+    base: the target as others call it · here: as our own commands do
+    on_hub: whether `base` is a name of the model hub
     base_note: what to know of it · rounded: whether the trained head has other numbers than `dtype`
     holds · parameters: numbers in the written tensors
     files: name → bytes · repo: where it is pushed to
@@ -37,6 +38,7 @@ class About:
     layout: str
     config: HeadConfig
     base: str
+    here: str
     on_hub: bool
     base_note: str | None
     license: str
@@ -92,7 +94,7 @@ def _parts(about: About) -> Iterator[str]:
     yield "## Acceptance"
     if about.rounded:
         yield f"Of the head as it was trained, before it was rounded to {about.dtype}."
-    yield from acceptance(known)
+    yield from acceptance(known, about.here)
     yield "## Speed"
     yield speed(known.plan)
     yield "## Training"

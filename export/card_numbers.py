@@ -4,6 +4,7 @@ with its definition, rule, temperature and counts.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from spectrain.export.markdown import code, listed, plain, table
@@ -11,12 +12,13 @@ from spectrain.export.measured import AtTemperature, Heldout, Interval, Known, N
 from spectrain.generator.saved_plan import Choice, SavedPlan
 
 
-def acceptance(known: Known) -> Iterator[str]:
+def acceptance(known: Known, target: str) -> Iterator[str]:
+    """target: what our own commands call it."""
     if known.alpha is None and known.heldout is None:
         yield "Not measured. To measure it:"
         yield code(
-            "spectrain eval-alpha --store STORE --head RUN --temperature 0,1 "
-            "--json RUN/eval-alpha.json",
+            f"spectrain eval-alpha --target {shlex.quote(target)} --store STORE --head RUN "
+            "--temperature 0,1 --json RUN/eval-alpha.json",
             "bash",
         )
         return

@@ -214,7 +214,8 @@ class _Eagle1Writer(Writer):
         if not torch.equal(head.draft_ids.cpu(), whole):
             refused.append(
                 f"the draft vocabulary of {head.config.draft_vocab_size} tokens has no place: "
-                "EAGLE-1 guesses with the target's whole lm_head there"
+                "EAGLE-1 guesses with the target's whole lm_head there; train it without "
+                "head.draft_vocab_size"
             )
         return refused
 
@@ -252,7 +253,10 @@ class VllmEagle1Writer(_Eagle1Writer):
         refused = super().refusals(head, reference)
         refused += rope.engine_refusals("vllm", head.config.rope_parameters)
         if head.fc.bias is not None and head.fc.bias.any():
-            refused.append("vLLM's fc has no bias, and this head's is not zero")
+            refused.append(
+                "vLLM's fc has no bias, and this head's is not zero: train it with --set "
+                "head.fc_bias=false"
+            )
         return refused
 
     def encode(self, head: DraftHead, reference: Reference) -> Encoded:

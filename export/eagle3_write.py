@@ -55,7 +55,10 @@ class _Eagle3Writer(Writer):
         config = head.config
         if config.embeddings == "target" or config.hidden_size != config.target.hidden_size:
             return []
-        return [f"{engine} puts the target's embedding in the place of the head's own"]
+        return [
+            f"{engine} puts the target's embedding in the place of the head's own: train it with "
+            "--set head.embeddings=target"
+        ]
 
     def _one_state(self, head: DraftHead, engine: str) -> list[str]:
         """Where fc's input is as wide as its output it is taken for what is behind fc."""
@@ -63,7 +66,7 @@ class _Eagle3Writer(Writer):
             return []
         return [
             f"{engine} skips fc where its input is as wide as its output, as with one auxiliary "
-            "layer"
+            "layer: train it without head.aux_layers, or with three of them"
         ]
 
 
@@ -74,12 +77,19 @@ class SafeAiEagle3Writer(_Eagle3Writer):
         config, count = head.config, reference.target.num_layers
         refused = eagle_config.safeai_refusals(head)
         if config.layers > 1:
-            refused.append(f"SafeAILab's head has one decoder layer, this one {config.layers}")
-        if not aux_layers.is_default(config.aux_layers, count):
             refused.append(
-                f"SafeAILab's code reads the outputs of {list(aux_layers.engines_take(count))}, "
-                f"this head those of {list(config.aux_layers)}"
+                f"SafeAILab's head has one decoder layer, this one {config.layers}: train it with "
+                "--set head.layers=1"
             )
+        if not aux_layers.is_default(config.aux_layers, count):
+            taken = aux_layers.engines_take(count)
+            text = (
+                f"SafeAILab's code reads the outputs of {list(taken)}, this head those of "
+                f"{list(config.aux_layers)}"
+            )
+            if len(taken) == 3 and taken[0] >= 0:  # not of a shallow target
+                text += f": train it with --set head.aux_layers={str(list(taken)).replace(' ', '')}"
+            refused.append(text)
         return refused
 
     def own_keys(self, head: DraftHead, reference: Reference) -> dict[str, Any]:
@@ -118,7 +128,10 @@ class SglangEagle3Writer(_Eagle3Writer):
         target, chosen = reference.target, head.config.aux_layers
         refused += aux_layers.sglang_refusals(chosen, target.num_layers, target.config.model_type)
         if chosen[-1] == target.num_layers - 1:
-            refused.append("SGLang cannot read the output of the target's last layer")
+            refused.append(
+                "SGLang cannot read the output of the target's last layer: train it with other "
+                "head.aux_layers"
+            )
         return refused
 
     def launch(self, head: DraftHead, reference: Reference) -> list[Launch]:

@@ -9,6 +9,7 @@ Nothing is made up: what no file tells is None.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -149,7 +150,7 @@ def known(run: Path, head: Path, target: Target, alpha: Path | None = None) -> K
     provenance = _read(head / "provenance.json", Provenance)
     plan = SavedPlan.beside(head, target)
     return Known(
-        alpha=_given(alpha, head) if alpha else _found(run, head),
+        alpha=_given(alpha, run, head, target) if alpha else _found(run, head),
         heldout=heldout,
         plan=plan if plan and plan.target == target.fingerprint else None,
         report=report,
@@ -158,7 +159,19 @@ def known(run: Path, head: Path, target: Target, alpha: Path | None = None) -> K
     )
 
 
-def _given(path: Path, head: Path) -> Alpha:
+def place_for(run: Path) -> Path:
+    """Where the report on the head of a run belongs; a model kept elsewhere has no folder."""
+    return run / ALPHA if run.is_dir() else Path(ALPHA)
+
+
+def measure_command(run: Path, head: Path, target: str, store: str = "STORE") -> str:
+    """What measures the head, and puts the report where it belongs."""
+    given = {"target": target, "store": store, "head": str(head), "json": str(place_for(run))}
+    parts = [part for name, value in given.items() for part in (f"--{name}", value)]
+    return shlex.join(["spectrain", "eval-alpha", *parts])
+
+
+def _given(path: Path, run: Path, head: Path, target: Target) -> Alpha:
     report = _read(path, Alpha)
     if report is None:
         raise SpectrainError("no such file", where=str(path), fix="give what --json wrote")
@@ -166,7 +179,8 @@ def _given(path: Path, head: Path) -> Alpha:
         raise SpectrainError(
             f"this was measured of another head ({report.head})",
             where=str(path),
-            fix=f"spectrain eval-alpha --head {head} --store … --json {path}",
+            fix=f"for the numbers of this one: {measure_command(run, head, target.name)}, then "
+            f"--alpha {place_for(run)}",
         )
     return report
 

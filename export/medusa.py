@@ -86,7 +86,8 @@ class MedusaWriter(Writer):
         if head.reduced:
             reasons.append(
                 f"the heads can guess {config.draft_vocab_size} of {config.vocab_size} tokens: the "
-                "layout has no draft vocabulary, its output layers have a row for each token"
+                "layout has no draft vocabulary, its output layers have a row for each token; "
+                "train it without head.draft_vocab_size"
             )
         if config.output_bias:
             reasons.append("the output layers have a bias, for which the layout has no place")

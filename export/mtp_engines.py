@@ -46,7 +46,8 @@ class MtpWriter(Writer):
         if len(head.chain) > 1:
             found.append(
                 f"the head has {len(head.chain)} modules, each for a step of its own: vLLM runs "
-                "the first one at every step, SGLang loads one only"
+                "the first one at every step, SGLang loads one only; train it with --set "
+                "head.shared=true (one module for all steps), or with --set head.steps=1"
             )
         found += norm_refusals(head)
         return found
@@ -100,7 +101,7 @@ def shared_refusals(head: MtpSequentialHead, reference: Reference) -> list[str]:
     if config.draft_vocab_size < usable:
         found.append(
             f"the head guesses {config.draft_vocab_size} of {usable} tokens: MTP layers guess with "
-            "the target's whole output layer"
+            "the target's whole output layer; train it without head.draft_vocab_size"
         )
     try:
         stock = Stock.of(reference.target.name)
@@ -127,7 +128,7 @@ def norm_refusals(head: MtpSequentialHead) -> list[str]:
         return []
     return [
         "the head hands on its state before the norm, engines do so behind it: train it with "
-        "head.pass_on=after_norm"
+        "--set head.pass_on=after_norm"
     ]
 
 

@@ -51,7 +51,8 @@ class TransformersWriter(Writer):
         if head.config.shared and head.config.steps > 1:
             found.append(
                 f"the head's only module takes all {head.config.steps} steps: transformers takes "
-                "one step with each module"
+                "one step with each module; train it with --set head.shared=false, or with --set "
+                "head.steps=1"
             )
         found += norm_refusals(head)
         return found or _model_refusals(head, Stock.of(reference.target.name))

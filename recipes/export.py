@@ -30,7 +30,7 @@ from spectrain.export import card
 from spectrain.export.formats import writer
 from spectrain.export.found import Found
 from spectrain.export.layout import Encoded, Launch, Reference
-from spectrain.export.measured import Known, known
+from spectrain.export.measured import Known, known, measure_command, place_for
 from spectrain.export.proof import beyond, conform, read_back, rounded
 from spectrain.export.push import push, require_token
 from spectrain.export.record import RECORD
@@ -103,10 +103,11 @@ def run(config: ExportConfig) -> dict[str, Any]:
 
     reasons = made.refusals(head, reference)
     if reasons:
+        trained = any("train it with" in reason for reason in reasons)
         raise SpectrainError(
             f"the format {config.format} cannot say what this head is: {'; '.join(reasons)}",
             where=str(config.run),
-            fix="choose another --format",
+            fix=f"choose another --format{', or train the head as said' if trained else ''}",
         )
     beside = judged(head, target)
     if beside.never_trained:
@@ -135,6 +136,7 @@ def run(config: ExportConfig) -> dict[str, Any]:
             layout=made.reader.name,
             config=head.config,
             base=reference.name,
+            here=reference.here,
             on_hub=_on_hub(reference.name),
             base_note=_note(config, target),
             license=config.license,
@@ -167,6 +169,10 @@ def run(config: ExportConfig) -> dict[str, Any]:
         "checks": checks,
         "untouched": beside.untouched,
         "measured": _measured(told),
+        "to_measure": {
+            "report": str(place_for(config.run)),
+            "command": measure_command(config.run, place, target.name),
+        },
         "launch": [_line(one, str(folder)) for one in launches],
         "pushed": pushed,
     }

@@ -25,10 +25,11 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield from _wrapped(text)
     if not (report["measured"]["alpha"] or report["measured"]["heldout"]):
         yield from _wrapped(
-            "note: no measured acceptance was found, the page says so; spectrain eval-alpha --json "
-            "FILE measures it, --alpha FILE hands it on",
+            f"note: no measured acceptance was found in {report['to_measure']['report']}, the page "
+            "says so; what measures it, and then export again with --overwrite:",
             "",
         )
+        yield f"  {report['to_measure']['command']}"
     if same := report["untouched"]:
         more = f" and {len(same) - 3} more" if len(same) > 3 else ""
         yield from _wrapped(f"note: as in a new head: {', '.join(same[:3])}{more}", "")

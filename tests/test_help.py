@@ -129,6 +129,7 @@ def test_every_help_has_an_example_and_fits(name):
     assert result.exit_code == 0
     assert f"  spectrain {name}" in result.output
     assert max(map(len, result.output.splitlines())) <= 80
+    assert not re.search(r"\{[a-z]", result.output)  # arguments are in capitals: {PATH}
     assert "--json FILE" in result.output
 
 

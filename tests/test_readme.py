@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from tiny_models import SENTENCES
 
+from spectrain.export.formats import WRITERS, writer
+from spectrain.export.measured import ALPHA
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -37,6 +40,27 @@ def test_links_lead_somewhere():
     for link in re.findall(r"\]\(([^)]+)\)", README):
         paper = re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}", link)
         assert paper or (ROOT / link).exists(), link
+
+
+def test_what_is_measured_is_found_by_export():
+    (line,) = (one for one in commands() if "eval-alpha" in one and "--head runs/train/" in one)
+    assert f"--json runs/train/{ALPHA}" in line
+    (exported,) = (one for one in commands() if "spectrain export" in one)
+    assert "spectrain export runs/train " in exported
+
+
+def test_it_says_which_formats_are_held_against_an_engine():
+    rows = re.findall(
+        r"^\| (`.*?) \|.*\| (.*?) \|$", README.split("| held against |")[1], flags=re.M
+    )
+    told = {name: cell for names, cell in rows for name in re.findall(r"`([\w-]+)`", names)}
+    assert WRITERS.keys() <= told.keys()
+    for name, families in WRITERS.items():
+        if name == "mtp-transformers":  # held against the installed library, not a recorded list
+            assert "MtpModel" in told[name]
+            continue
+        known = all(writer(name, family).facts for family in families)
+        assert (told[name] == "read back only") is not known, name
 
 
 @pytest.mark.slow

@@ -70,6 +70,7 @@ def page(head):
             "layout": "spectrain",
             "config": head.config,
             "base": "owner/model",
+            "here": "my-model",
             "on_hub": True,
             "base_note": None,
             "license": "other",
@@ -116,6 +117,8 @@ def test_the_numbers_come_with_their_definition_rule_and_counts(page):
 def test_what_was_not_measured_is_not_there(page):
     text = page()
     assert "Not measured. To measure it:\n\n```bash\nspectrain eval-alpha" in text
+    assert "--target my-model --store STORE" in text
+    assert "--target 'my model' --store STORE" in page(here="my model")
     assert "α" not in text
     assert "Nothing is known of it" in text
     assert re.search(r"## Speed\n\nNot measured", text)
@@ -198,8 +201,13 @@ def test_numbers_of_this_head_are_found_and_those_of_another_are_not(run_folder,
 
 def test_a_report_of_another_head_is_refused_when_it_is_named(run_folder, tiny, tmp_path):
     file = put(tmp_path / "alpha.json", alpha_report(weights="0" * 64))
-    with pytest.raises(SpectrainError, match="measured of another head"):
+    with pytest.raises(SpectrainError, match="measured of another head") as refused:
         known(run_folder, run_folder / "head", tiny, file)
+    # What it advises leaves the other head's numbers alone.
+    for words in (f"--target {tiny.name}", f"--head {run_folder / 'head'}"):
+        assert words in refused.value.fix
+    assert f"--json {run_folder / ALPHA}" in refused.value.fix
+    assert str(file) not in refused.value.fix
     with pytest.raises(SpectrainError, match="no such file"):
         known(run_folder, run_folder / "head", tiny, tmp_path / "nowhere.json")
     put(file, {"head": "x"})

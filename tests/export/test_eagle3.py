@@ -11,6 +11,7 @@ import shlex
 
 import pytest
 import torch
+import yaml
 from eagle_files import (
     ROPES,
     export,
@@ -271,6 +272,24 @@ def test_refusals():
     for format in ("sglang", "trtllm"):
         assert "skips fc" in refusals(single, target, format)
     assert refusals(single, target, "vllm") == ""
+
+
+@pytest.mark.parametrize(
+    ("format", "chosen"),
+    [
+        ("eagle", {"layers": 2}),
+        ("eagle", {"layers": 2, "aux_layers": (0, 2, 4)}),
+        ("sglang", {"embeddings": "own"}),
+        ("trtllm", {"embeddings": "own"}),
+    ],
+)
+def test_a_head_that_is_trained_as_a_refusal_says_is_not_refused(format, chosen):
+    target = target_of()
+    text = refusals(head_of(target, draft_vocab_size=90, **chosen), target, format)
+    advice = re.findall(r"train it with --set head\.(\w+)=([\w\[\],]+)", text)
+    assert {name for name, _ in advice} == set(chosen)
+    changed = {name: yaml.safe_load(value) for name, value in advice}
+    assert refusals(head_of(target, draft_vocab_size=90, **chosen | changed), target, format) == ""
 
 
 @pytest.mark.parametrize(("kind", "layers", "refused"), [

@@ -223,13 +223,16 @@ def test_launch_lines(tiny, format, steps):
 def test_refusals(stocks, tiny, tmp_path):
     target = opened(stocks("qwen2"))
     assert "layer of deepseek_v3" in refusals("mtp-deepseek", sequential(target), target)
-    assert "SGLang loads one only" in refusals("mtp-mimo", sequential(target, 2), target)
+    several = refusals("mtp-mimo", sequential(target, 2), target)
+    assert "SGLang loads one only; train it with --set head.shared=true" in several
+    assert refusals("mtp-mimo", sequential(target, 2, shared=True), target) == ""
     reduced = sequential(target, draft_vocab_size=120)
     before = create(target, "mtp-sequential", steps=2, shared=True, pass_on="before_norm")
     for format in ("mtp-mimo", "mtp-transformers"):
         assert "guesses 120 of 384" in refusals(format, reduced, target)
-        assert "head.pass_on=after_norm" in refusals(format, before, target)
-    assert "one step with each module" in refusals("mtp-transformers", before, target)
+        assert "--set head.pass_on=after_norm" in refusals(format, before, target)
+    shared = refusals("mtp-transformers", before, target)
+    assert "one step with each module; train it with --set head.shared=false" in shared
     # With one step nothing is handed on.
     single = create(target, "mtp-sequential", steps=1, pass_on="before_norm")
     assert refusals("mtp-mimo", single, target) == ""

@@ -91,6 +91,8 @@ def test_what_is_written_is_the_head(export, place, head):
     shown = render(report)
     assert f"--head {out}" in shown
     assert "no measured acceptance was found" in shown
+    measure = f"spectrain eval-alpha --target {head.config.target.name} --store STORE"
+    assert f"{measure} --head {place / 'head'} --json {place / 'eval-alpha.json'}\n" in shown
 
 
 @pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
@@ -122,7 +124,11 @@ def test_another_type_is_compared_as_it_is_written(export, place):
 
 def test_all_reasons_are_told_at_once(export, toy, place):
     toy(refusals=lambda self, head, reference: ["it has no second layer", "it has no bias"])
-    with pytest.raises(SpectrainError, match=r"no second layer; it has no bias"):
+    with pytest.raises(SpectrainError, match=r"no second layer; it has no bias") as refused:
+        export(format="toy")
+    assert refused.value.fix == "choose another --format"
+    toy(refusals=lambda self, head, reference: ["two layers: train it with --set head.layers=1"])
+    with pytest.raises(SpectrainError, match="train the head as said"):
         export(format="toy")
     assert not (place / "export").exists()
 
