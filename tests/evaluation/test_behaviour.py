@@ -106,7 +106,7 @@ def test_layers_and_states_are_those_that_are_named(tiny, replies):
 def test_a_state_normed_twice(monkeypatch, tiny, replies):
     """By the target's norm, whose weights are ones in a new target and change nothing then."""
     weight = torch.linspace(0.5, 2.0, tiny.hidden_size)
-    monkeypatch.setattr(tiny.decoder.norm, "weight", torch.nn.Parameter(weight))
+    monkeypatch.setitem(tiny.decoder.norm._parameters, "weight", torch.nn.Parameter(weight))
     batch = read(tiny, replies, ())
     (twice,) = (c for c in causes(tiny, KINDS["eagle1"](tiny, 120), batch) if "twice" in c.name)
     raw = next(c for c in causes(tiny, KINDS["eagle1"](tiny, 120), batch) if "without" in c.name)
