@@ -35,8 +35,8 @@ from spectrain.evaluation.summary import summarise
 from spectrain.generator.sampling import Sampling
 from spectrain.generator.speculate import Clock, Generator
 from spectrain.heads.base import DraftHead
-from spectrain.heads.io import load_head
 from spectrain.recipes import train
+from spectrain.recipes.given_head import given_head
 from spectrain.trainer.quality import change, heldout_loss
 
 REPORT, TABLE, PLOT = "compare.json", "compare.md", "compare.png"
@@ -218,7 +218,7 @@ def _tuned(entry: Mapping[str, Any], settings: train.TrainConfig | None) -> Path
 def _load(folder: Path, original: Target, tuned: Path | None) -> tuple[Target, DraftHead]:
     """A head, bound to the target it drafts for."""
     target = Target.load(str(tuned)) if tuned else original
-    head = load_head(folder)
+    head = given_head(folder, target.name)
     head.check_target(target, str(folder))
     head.bind(target.readout).to(target.device, target.dtype)
     return target, head

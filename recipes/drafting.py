@@ -21,8 +21,9 @@ from spectrain.generator.shapes import best_tree, sparse_default
 from spectrain.generator.speculate import Generator
 from spectrain.generator.tree import shape_for
 from spectrain.heads.base import DraftHead
-from spectrain.heads.io import find_head, load_head
+from spectrain.heads.io import find_head
 from spectrain.heads.tree import TreeDefaults, TreeShape
+from spectrain.recipes.given_head import given_head
 
 DRAFT_TOKENS = 3
 STATIC_NODES = 16
@@ -162,7 +163,7 @@ class DraftingConfig(Config):
 
     def load(self) -> tuple[Target, DraftHead | None]:
         """The target, and the head bound to it."""
-        head = load_head(self.head) if self.head else None
+        head = given_head(self.head, self.target) if self.head else None
         target = Target.load(self.target, dtype=self.dtype, quantize=self.quantize)
         if head is not None:
             head.check_target(target, str(self.head))

@@ -21,7 +21,8 @@ from spectrain.evaluation.plot import draw
 from spectrain.evaluation.ranks import DEFINITION, rank_table
 from spectrain.evaluation.report import render
 from spectrain.evaluation.summary import DEFINITIONS, by_domain, summarise
-from spectrain.heads.io import load_head, weights_digest
+from spectrain.heads.io import weights_digest
+from spectrain.recipes.given_head import given_head
 
 PLOT = "alpha.png"
 MAX_DRAFT = 5
@@ -68,7 +69,7 @@ __all__ = ["EvalConfig", "render", "run"]
 def run(config: EvalConfig) -> dict[str, Any]:
     """Measure and write the plot; returns the report as plain JSON values."""
     store = FeatureStore.open(config.store)
-    head = load_head(config.head)
+    head = given_head(config.head, config.target)
     rows = store.rows(config.split)
     target = Target.load(config.target, dtype=config.dtype)
     store.require_target(target.fingerprint)

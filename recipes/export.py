@@ -37,8 +37,9 @@ from spectrain.export.record import RECORD
 from spectrain.export.untouched import judged
 from spectrain.export.write import write
 from spectrain.heads.base import TargetFacts
-from spectrain.heads.io import find_head, load_head
+from spectrain.heads.io import find_head
 from spectrain.recipes.export_report import render
+from spectrain.recipes.given_head import given_head
 
 __all__ = ["ExportConfig", "render", "run"]
 
@@ -90,7 +91,7 @@ def run(config: ExportConfig) -> dict[str, Any]:
     was written is not what it should be, and nothing is there then.
     """
     place = find_head(config.run)
-    head = load_head(config.run)
+    head = given_head(config.run, config.target or "TARGET")
     made = writer(config.format, head.family)
     _require_room(config, place)
     if config.push:

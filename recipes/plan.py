@@ -30,8 +30,9 @@ from spectrain.evaluation.ranks import rank_table, walked
 from spectrain.generator import costs
 from spectrain.generator.saved_plan import Choice, SavedPlan, plan_name
 from spectrain.heads.base import DraftHead
-from spectrain.heads.io import find_head, load_head
+from spectrain.heads.io import find_head
 from spectrain.recipes.drafting import make_ready
+from spectrain.recipes.given_head import given_head
 
 MAX_DRAFT = 6
 # Of a position that was reached less often the ranks are chance; the one before it goes on instead.
@@ -90,7 +91,7 @@ __all__ = ["PlanConfig", "render", "run"]
 
 def run(config: PlanConfig) -> dict[str, Any]:
     """Measure, choose, write plan.json; returns the report as plain JSON values."""
-    head = load_head(config.head)
+    head = given_head(config.head, config.target)
     path = _place(config)
     target = Target.load(config.target, dtype=config.dtype, quantize=config.quantize)
     head.check_target(target, str(config.head))

@@ -33,6 +33,7 @@ from spectrain.data.store import FeatureStore
 from spectrain.heads.base import DraftHead
 from spectrain.heads.io import load_head, save_head
 from spectrain.heads.registry import family
+from spectrain.recipes.given_head import given_head
 from spectrain.recipes.heldout import BEST, heldout, tidy
 from spectrain.recipes.train_config import (
     REPORT,
@@ -266,7 +267,7 @@ def _head(
     if settings.init is None:
         head = kind.create(options, target, store.token_counts("train", target.vocab_size))
     else:
-        head = load_head(settings.init, device=target.device)
+        head = given_head(settings.init, target.name, target.device)
         if not isinstance(head, kind):
             raise SpectrainError(
                 f"the head is of family {head.family}, not {settings.family}",

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from exporting import round_trip
 from head_kinds import create
 from preparing import prompt, talk, write
 from tiny_models import make_head, save_tiny
@@ -39,6 +40,28 @@ def flags(tiny, tiny_path, tmp_path):
 
 def generate(flags, **changes):
     return run(load_config(GenerateConfig, "generate", flags=flags | changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "format", "layout"),
+    [("eagle3", "vllm", "eagle3"), ("eagle3", "speculators", "speculators")],
+)
+def test_a_head_of_another_engine_is_refused_with_the_way_in(
+    flags, tiny, tmp_path, family, format, layout
+):
+    path = tmp_path / "theirs"
+    round_trip(create(tiny, family, steps=2), tiny, format, path)
+    with pytest.raises(SpectrainError, match=f"a head in the layout {layout}") as refused:
+        generate(flags, head=str(path))
+    way = f"spectrain import {path} --target {flags['target']} --out RUN"
+    assert way in refused.value.fix
+    # What is none is refused in the words that fit it.
+    (path / "config.json").write_text("{}")
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(SpectrainError) as refused:
+        generate(flags, head=str(path))
+    assert "layout" not in refused.value.what
 
 
 def test_replies_are_the_target_s_in_the_file_s_order(flags, tiny, tmp_path):
