@@ -27,6 +27,9 @@ NOTHING = 0.05
 # and surely (lower end of the interval of the difference, over the same replies, above 0).
 # Small: of a target of 30 layers the auxiliary states of neighbours are much alike.
 LIFT, PART = 0.03, 0.05
+# Whoever is fed the answer may repeat it: that lifts a whole head too. Only one that learnt with it
+# does nearly nothing else (this much is accepted with it), and guesses nothing without.
+LEAKED = 0.9
 _ROWS = 256  # rows whose logits are held at a time
 
 DEFINITIONS = {
@@ -37,7 +40,8 @@ DEFINITIONS = {
     "nothing": "a head fails when the upper end of its interval at position 1 is below blind + "
     f"{NOTHING:.0%} of (1 − blind): it knows less than {NOTHING:.0%} of what a blind guess misses",
     "likely cause": f"a change that lifts position 1 by {LIFT:g} and by {PART:.0%} of it at least, "
-    "the lower end of the interval of the difference above 0 (so of 8 replies or more)",
+    "the lower end of the interval of the difference above 0 (so of 8 replies or more); where it "
+    f"feeds the answer: {LEAKED:g} accepted at least, and none but a blind guess without",
 }
 
 
@@ -120,3 +124,10 @@ def lifts(plain: First, difference: dict[str, Any]) -> bool:
     if value is None or value < max(LIFT, PART * plain.value):
         return False
     return low is not None and low > 0  # too few replies for an interval prove nothing
+
+
+def leaked(plain: First, fed: First, blind: float) -> bool:
+    """Whether a head was trained with the token that it has to guess; fed: position 1 with it."""
+    if plain.value is None or fed.value is None:
+        return False
+    return fed.value >= LEAKED and plain.value < least(blind)

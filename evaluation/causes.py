@@ -27,7 +27,7 @@ _ALL_ORDERS = 3  # up to so many auxiliary states every order is tried
 class Cause:
     """name: what is changed · fix: how that is mended for good · batch: the changed inputs
     layers: those that the head should read, where that mends it · training: whether nothing but
-    training does
+    training does · leak: whether the head is fed what it is asked for
     """
 
     name: str
@@ -35,6 +35,7 @@ class Cause:
     batch: Batch
     layers: tuple[int, ...] = ()
     training: bool = False
+    leak: bool = False
 
 
 def causes(
@@ -124,4 +125,5 @@ def _tokens(batch: Batch) -> Iterator[Cause]:
         "it was trained with the token that it has to guess; train it with the one before",
         replace(batch, tokens=batch.tokens.roll(-1, dims=1)),
         training=True,
+        leak=True,
     )

@@ -162,7 +162,7 @@ class _Patient:
             return []
         rows: list[dict[str, Any]] = []
         outcomes = [] if plain is None else [plain.hits]
-        for name, fix, head, batch in self._told(self._changes()):
+        for name, fix, head, batch, leak in self._told(self._changes()):
             changed = behaviour.first(head, batch)
             if changed.hits.any() and any(np.array_equal(changed.hits, h) for h in outcomes):
                 continue  # what this head does not read, or the same change by another name
@@ -173,6 +173,8 @@ class _Patient:
             else:
                 gain = behaviour.lift(plain, changed, self.config.seed)
                 likely = behaviour.lifts(plain, gain)
+                if leak:
+                    likely &= behaviour.leaked(plain, changed, behaviour.blind(batch))
             row = {"name": name, "position_1": changed.value, "gain": gain, "likely": likely}
             rows.append(row | {"fix": fix})
         return sorted(rows, key=lambda row: -(row["position_1"] or 0))
@@ -184,8 +186,8 @@ class _Patient:
                 yield change
                 bar.update()
 
-    def _changes(self) -> Iterator[tuple[str, str, DraftHead, Batch]]:
-        """name, fix, head and its batch of everything that is tried."""
+    def _changes(self) -> Iterator[tuple[str, str, DraftHead, Batch, bool]]:
+        """name, fix, head, its batch, and whether that leaks the answer, of everything tried."""
         own = list(self.reader.suspects(self.found, self.target))
         for one in own or stored.suspects(self.found):
             findings = self.reader.findings(one.found, self.target)
@@ -195,16 +197,16 @@ class _Patient:
                 head = _loaded(self.reader, one.found, self.target)
             except SpectrainError:  # more is wrong with it, which its findings say
                 continue
-            yield one.name, one.fix, head, self.batch(head)
+            yield one.name, one.fix, head, self.batch(head), False
         if self.head is None:
             return
         batch = self.batch(self.head)
         for cause in causes(self.target, self.head, batch, self.called):
-            yield cause.name, self._fix(cause), self.head, cause.batch
+            yield cause.name, self._fix(cause), self.head, cause.batch, cause.leak
         for name, fix, mend in health.mends(self.head, self.target, self.called):
             head = _loaded(self.reader, self.found, self.target)
             mend(head)
-            yield name, fix, head, batch
+            yield name, fix, head, batch, False
 
 
 def _ids(target: Target, conversation: Conversation) -> Tensor:

@@ -103,6 +103,21 @@ def test_what_counts_as_a_likely_cause(plain, changed, likely):
     assert behaviour.lifts(one, behaviour.lift(one, other, 0)) is likely
 
 
+@pytest.mark.parametrize(
+    ("plain", "fed", "leaked"),
+    [
+        (5, 95, True),
+        (25, 39, False),  # lifted, as is all that repeats its input
+        (50, 100, False),  # it guesses without
+        (5, 80, False),
+    ],
+)
+def test_what_only_a_head_does_that_learnt_with_the_answer(plain, fed, leaked):
+    """Of 100 asked in each reply, where a blind guess has 0.04."""
+    one, other = (First(np.full(10, float(hits)), np.full(10, 100.0)) for hits in (plain, fed))
+    assert behaviour.leaked(one, other, 0.04) is leaked
+
+
 def test_least_is_above_a_blind_guess():
     assert behaviour.least(0.0) == pytest.approx(0.05)
     assert behaviour.least(0.5) == pytest.approx(0.525)

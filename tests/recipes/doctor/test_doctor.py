@@ -12,6 +12,7 @@ from eagle_files import edit, export
 from head_kinds import KINDS
 
 from spectrain.core.errors import SpectrainError
+from spectrain.data.online import read
 from spectrain.evaluation import behaviour
 from spectrain.evaluation.causes import causes
 from spectrain.export import aux_layers
@@ -101,18 +102,43 @@ def answers(batch):
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
+    ("family", "change", "name"),
     [
-        (own_tokens, "fed x[t] in the place of x[t+1]"),
-        (answers, "fed x[t+2] in the place of x[t+1]"),
+        ("eagle3", own_tokens, "fed x[t] in the place of x[t+1]"),
+        ("eagle1", own_tokens, "fed x[t] in the place of x[t+1]"),
+        ("eagle1", answers, "fed x[t+2] in the place of x[t+1]"),
     ],
 )
-@pytest.mark.parametrize("family", ["eagle3", "eagle1"])
 def test_tokens_shifted(examine, trained, family, change, name):
     report = examine(trained(family, change))
     assert likely(report) == name
     assert f"--store STORE --init {trained(family, change)}" in fix(report)
     assert "spectrain train-eagle --target" in fix(report)
+
+
+def test_an_honest_head_that_repeats_its_input_leaks_nothing(
+    examine, trained, monkeypatch, target, replies
+):
+    """Fed the answer it gives the answer back: no sign that it was trained so."""
+    honest = trained("eagle1")
+    first, answer = behaviour.first, target_choices(target, replies)
+
+    def repeats(head, batch):
+        """Half of its guesses are the target's; of an answer that it is fed it echoes all."""
+        found = first(head, batch)
+        fed = torch.equal(batch.tokens, answer)
+        return replace(found, hits=found.asked if fed else (found.asked / 2).round())
+
+    monkeypatch.setattr(behaviour, "first", repeats)
+    report = examine(honest)
+    (row,) = [one for one in report["tried"] if one["name"].startswith("fed x[t+2]")]
+    assert (row["position_1"], row["likely"]) == (1.0, False)
+    assert report["healthy"]
+
+
+def target_choices(target, replies):
+    """What a head is fed where the answer leaks."""
+    return answers(read(target, replies, ())).tokens
 
 
 def test_last_states_without_the_norm(examine, trained, target, new_head):
