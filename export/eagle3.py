@@ -192,7 +192,7 @@ def _absolute(found: Found) -> Iterator[Suspect]:
             return
         mended = draft_vocabulary.tensors(offsets, size)
     yield Suspect(
-        "d2t holds absolute target ids",
+        "d2t holds absolute ids",
         "store offsets: d2t - arange(D)",
         found.edited(tensors=mended),
     )

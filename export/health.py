@@ -126,7 +126,7 @@ def mends(
                 other.set_submodule(name, theirs.to(target.device))
 
         fix = rope.told(rope_parameters(target.config))
-        yield "rotary positions of the target", fix, turn
+        yield "rotary positions that are not the target's", fix, turn
     yield from output_rows.mends(head, target, called)
 
 

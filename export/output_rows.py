@@ -122,7 +122,7 @@ def mends(
             goes = (best > _ALIKE) & (best - own > _AHEAD) & (best > own[place])
             weight[place[goes]] = weight[goes].clone()
 
-    yield "output rows in the order of the target's", _in_order(called(moved[0])), sort
+    yield "output rows of other tokens than the map says", _in_order(called(moved[0])), sort
 
 
 def _output_layers(head: DraftHead) -> dict[str, nn.Linear]:

@@ -181,10 +181,14 @@ class _Patient:
 
     @staticmethod
     def _told(changes: Iterator[Any]) -> Iterator[Any]:
-        with progress(None, "undo common mistakes", "mistakes") as bar:
+        """Each mistake once, also where a layout and the head's kind both know of it."""
+        names: set[str] = set()
+        with progress(None, "undo common mistakes", "tried") as bar:
             for change in changes:
-                yield change
-                bar.update()
+                if change[0] not in names:
+                    names.add(change[0])
+                    yield change
+                    bar.update()
 
     def _changes(self) -> Iterator[tuple[str, str, DraftHead, Batch, bool]]:
         """name, fix, head, its batch, and whether that leaks the answer, of everything tried."""

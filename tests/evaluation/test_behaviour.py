@@ -74,13 +74,17 @@ def test_layers_and_states_are_those_that_are_named(tiny, replies):
     head = KINDS["eagle3-two-layers"](tiny, 120)  # reads 1 and 3
     batch = read(tiny, replies, head.needs.aux_layers)
     tried = {cause.name: cause.batch for cause in causes(tiny, head, batch)}
-    assert torch.equal(tried["auxiliary layers one lower"].aux, read(tiny, replies, (0, 2)).aux)
-    assert "auxiliary layers one higher" not in tried  # the target has no layer 4
+    assert torch.equal(
+        tried["the layers read are one too high"].aux, read(tiny, replies, (0, 2)).aux
+    )
+    assert "the layers read are one too low" not in tried  # the target has no layer 4
     low, high = batch.aux.chunk(2, dim=-1)
-    assert torch.equal(tried["auxiliary states in the order 2, 1"].aux, torch.cat([high, low], -1))
+    assert torch.equal(
+        tried["fc reads the states from high to low"].aux, torch.cat([high, low], -1)
+    )
     head = KINDS["medusa"](tiny, 120)
     tried = {cause.name: cause.batch for cause in causes(tiny, head, batch)}
-    raw = tried["last state without the final norm"].last
+    raw = tried["trained on the last state without the final norm"].last
     assert not torch.allclose(raw, batch.last)
     torch.testing.assert_close(tiny.decoder.norm(raw), batch.last)
 
