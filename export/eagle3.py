@@ -159,6 +159,7 @@ class Eagle3Reader(Reader):
                 "rotary positions that are not the target's",
                 rope.told(keys["rope_parameters"]),
                 found.edited(config=keys),
+                seen=True,
             )
 
 

@@ -48,11 +48,13 @@ class Suspect:
     """A common mistake, undone: `found` with it mended, to see whether drafts are accepted then.
 
     name: the mistake ("d2t holds absolute ids") · fix: how the checkpoint is mended for good
+    seen: whether the files themselves show it, by a finding that is not of every good head
     """
 
     name: str
     fix: str
     found: Found
+    seen: bool = False
 
 
 class Reader(ABC):

@@ -36,7 +36,7 @@ from spectrain.export.layout import Finding, Reader, load
 from spectrain.heads.base import DraftHead
 from spectrain.heads.io import find_head
 from spectrain.recipes.doctor_report import render
-from spectrain.recipes.doctor_verdicts import verdicts
+from spectrain.recipes.doctor_verdicts import ranked, verdicts
 from spectrain.recipes.evaluate import MAX_DRAFT
 from spectrain.recipes.generate import ids_of
 from spectrain.recipes.import_head import further
@@ -156,13 +156,13 @@ class _Patient:
         }
 
     def tried(self) -> list[dict[str, Any]]:
-        """What was changed, and acceptance at position 1 then, the best first."""
+        """What was changed, and acceptance at position 1 then, as `ranked`."""
         plain = behaviour.first(self.head, self.batch(self.head)) if self.head else None
         if plain is not None and plain.value is None:
             return []
         rows: list[dict[str, Any]] = []
         outcomes = [] if plain is None else [plain.hits]
-        for name, fix, head, batch, leak in self._told(self._changes()):
+        for name, fix, head, batch, hint in self._told(self._changes()):
             changed = behaviour.first(head, batch)
             if changed.hits.any() and any(np.array_equal(changed.hits, h) for h in outcomes):
                 continue  # what this head does not read, or the same change by another name
@@ -173,11 +173,11 @@ class _Patient:
             else:
                 gain = behaviour.lift(plain, changed, self.config.seed)
                 likely = behaviour.lifts(plain, gain)
-                if leak:
+                if hint == "leak":
                     likely &= behaviour.leaked(plain, changed, behaviour.blind(batch))
             row = {"name": name, "position_1": changed.value, "gain": gain, "likely": likely}
-            rows.append(row | {"fix": fix})
-        return sorted(rows, key=lambda row: -(row["position_1"] or 0))
+            rows.append(row | {"seen": hint == "seen", "fix": fix})
+        return ranked(rows)
 
     @staticmethod
     def _told(changes: Iterator[Any]) -> Iterator[Any]:
@@ -190,8 +190,9 @@ class _Patient:
                     yield change
                     bar.update()
 
-    def _changes(self) -> Iterator[tuple[str, str, DraftHead, Batch, bool]]:
-        """name, fix, head, its batch, and whether that leaks the answer, of everything tried."""
+    def _changes(self) -> Iterator[tuple[str, str, DraftHead, Batch, str]]:
+        """name, fix, head, its batch, and a hint of everything tried: "leak" where the batch leaks
+        the answer, "seen" where a finding tells of the mistake."""
         own = list(self.reader.suspects(self.found, self.target))
         for one in own or stored.suspects(self.found):
             findings = self.reader.findings(one.found, self.target)
@@ -201,16 +202,16 @@ class _Patient:
                 head = _loaded(self.reader, one.found, self.target)
             except SpectrainError:  # more is wrong with it, which its findings say
                 continue
-            yield one.name, one.fix, head, self.batch(head), False
+            yield one.name, one.fix, head, self.batch(head), "seen" if one.seen else ""
         if self.head is None:
             return
         batch = self.batch(self.head)
         for cause in causes(self.target, self.head, batch, self.called):
-            yield cause.name, self._fix(cause), self.head, cause.batch, cause.leak
+            yield cause.name, self._fix(cause), self.head, cause.batch, "leak" if cause.leak else ""
         for name, fix, mend in health.mends(self.head, self.target, self.called):
             head = _loaded(self.reader, self.found, self.target)
             mend(head)
-            yield name, fix, head, batch, False
+            yield name, fix, head, batch, "seen"
 
 
 def _ids(target: Target, conversation: Conversation) -> Tensor:

@@ -56,3 +56,17 @@ def next_position(accepted: dict[str, Any], further: str = "") -> Iterator[Findi
                 f"pass_on in config.json), or train it for more steps: {further}"
             )
             yield Finding("acceptance", "fail", text, fix)
+
+
+def ranked(tried: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The best first; but before a likely one that nothing else tells of, one that a finding tells
+    of too, where its interval does not leave it behind."""
+    rows = sorted(tried, key=lambda row: -(row["position_1"] or 0))
+    best = next((row for row in rows if row["likely"] and row["gain"]), None)
+    if best is None:
+        return rows
+
+    def level(row: dict[str, Any]) -> bool:
+        return row["seen"] and row["likely"] and row["gain"]["high"] >= best["gain"]["value"]
+
+    return sorted(rows, key=lambda row: not level(row))
