@@ -27,6 +27,9 @@ NOTHING = 0.05
 # and surely (lower end of the interval of the difference, over the same replies, above 0).
 # Small: of a target of 30 layers the auxiliary states of neighbours are much alike.
 LIFT, PART = 0.03, 0.05
+# Whoever is fed the answer may repeat it: that lifts a whole head too. Only one that learnt with it
+# does nearly nothing else (this much is accepted with it), and guesses nothing without.
+LEAKED = 0.9
 _ROWS = 256  # rows whose logits are held at a time
 
 DEFINITIONS = {
@@ -39,7 +42,8 @@ DEFINITIONS = {
     "end is above 0; else more replies are needed to tell (8 at least)",
     "likely cause": f"a change that lifts the first position that it concerns by {LIFT:g} and by "
     f"{PART:.0%} of it at least, the lower end of the interval of the difference above 0 (so of "
-    "8 replies or more)",
+    "8 replies or more); where it feeds the answer: "
+    f"{LEAKED:g} accepted at least, and no more than a blind guess without",
 }
 
 
@@ -154,3 +158,10 @@ def lifts(plain: Seen, difference: dict[str, Any]) -> bool:
     if value is None or value < max(LIFT, PART * plain.value):
         return False
     return low is not None and low > 0  # too few replies for an interval prove nothing
+
+
+def leaked(plain: Seen, fed: Seen, seed: int) -> bool:
+    """Whether a head was trained with the token that it has to guess; fed: position 1 with it."""
+    if plain.value is None or fed.value is None:
+        return False
+    return fed.value >= LEAKED and knows(plain, over_blind(plain, seed)) is not True

@@ -25,9 +25,10 @@ _ALL_ORDERS = 3  # up to so many auxiliary states every order is tried
 
 @dataclass(frozen=True)
 class Cause:
-    """name: what is changed · fix: how that is mended for good · batch: the changed inputs
+    """name: what is wrong, as readers of layouts call it too · fix: how that is mended for good
+    batch: the changed inputs
     layers: those that the head should read, where that mends it · training: whether nothing but
-    training does
+    training does · leak: whether the head is fed what it is asked for
     """
 
     name: str
@@ -35,6 +36,7 @@ class Cause:
     batch: Batch
     layers: tuple[int, ...] = ()
     training: bool = False
+    leak: bool = False
 
 
 def causes(
@@ -52,14 +54,14 @@ def causes(
 
 def _layers(target: Target, layers: tuple[int, ...], batch: Batch) -> Iterator[Cause]:
     shifted = {
-        "auxiliary layers one lower": tuple(layer - 1 for layer in layers),
-        "auxiliary layers one higher": tuple(layer + 1 for layer in layers),
+        "the layers read are one too high": tuple(layer - 1 for layer in layers),
+        "the layers read are one too low": tuple(layer + 1 for layer in layers),
     }
     if target.num_layers > 2:
-        shifted["the usual auxiliary layers"] = target.default_aux_layers()
+        shifted["the layers read are not the usual ones"] = target.default_aux_layers()
     why = {
-        "auxiliary layers one lower": ": the config counts layer inputs, or from 1",
-        "auxiliary layers one higher": ": the config was taken for one of layer inputs",
+        "the layers read are one too high": ": the config counts layer inputs, or from 1",
+        "the layers read are one too low": ": the config was taken for one of layer inputs",
     }
     for name, chosen in shifted.items():
         inside = all(0 <= layer < target.num_layers for layer in chosen)
@@ -76,10 +78,12 @@ def _orders(count: int, batch: Batch, joined: str) -> Iterator[Cause]:
     parts = batch.aux.unflatten(-1, (count, -1))
     for order in orders:
         if order != usual:
-            told = ", ".join(str(place + 1) for place in order)
+            told = f"in the order {', '.join(str(place + 1) for place in order)}"
+            if order == usual[::-1]:
+                told = "from high to low"
             back = ", ".join(str(order.index(place) + 1) for place in usual)
             yield Cause(
-                f"auxiliary states in the order {told}",
+                f"fc reads the states {told}",
                 f"put the {count} column blocks of {joined} into the order {back}",
                 replace(batch, aux=parts[:, :, list(order)].flatten(-2)),
             )
@@ -92,13 +96,13 @@ def _last(target: Target, batch: Batch) -> Iterator[Cause]:
         return
     fix = "train the head on the state after the target's final norm, normed once"
     yield Cause(
-        "last state without the final norm",
+        "trained on the last state without the final norm",
         fix,
         replace(batch, last=_unnormed(target, norm, batch)),
         training=True,
     )
     twice = replace(batch, last=norm(batch.last))
-    yield Cause("last state normed twice", fix, twice, training=True)
+    yield Cause("trained on the last state normed twice", fix, twice, training=True)
 
 
 def _unnormed(target: Target, norm: torch.nn.Module, batch: Batch) -> Tensor:
@@ -114,14 +118,15 @@ def _unnormed(target: Target, norm: torch.nn.Module, batch: Batch) -> Tensor:
 def _tokens(batch: Batch) -> Iterator[Cause]:
     """What is asked for stays in place, so that rolled rows shift what is fed beside each state."""
     yield Cause(
-        "fed x[t] in the place of x[t+1]",
+        "trained with x[t] in the place of x[t+1]",
         "train the head with the token behind each state, not the state's own",
         replace(batch, tokens=batch.tokens.roll(1, dims=1)),
         training=True,
     )
     yield Cause(
-        "fed x[t+2] in the place of x[t+1]",
-        "it was trained with the token that it has to guess; train it with the one before",
+        "trained with x[t+2] in the place of x[t+1]",
+        "that is the token that it has to guess; train it with the one before",
         replace(batch, tokens=batch.tokens.roll(-1, dims=1)),
         training=True,
+        leak=True,
     )

@@ -131,6 +131,7 @@ class Eagle1Reader(Reader):
                 "rotary positions that are not the target's",
                 rope.told(keys["rope_parameters"]),
                 found.edited(config=keys),
+                seen=True,
             )
 
 

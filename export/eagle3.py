@@ -163,6 +163,7 @@ class Eagle3Reader(Reader):
                 "rotary positions that are not the target's",
                 rope.told(keys["rope_parameters"]),
                 found.edited(config=keys),
+                seen=True,
             )
 
 
@@ -196,7 +197,7 @@ def _absolute(found: Found) -> Iterator[Suspect]:
             return
         mended = draft_vocabulary.tensors(offsets, size)
     yield Suspect(
-        "d2t holds absolute target ids",
+        "d2t holds absolute ids",
         "store offsets: d2t - arange(D)",
         found.edited(tensors=mended),
     )

@@ -1,6 +1,6 @@
 """Checks of a head that was built, whatever its layout: what it guesses, reads and has learnt.
 
-D draft vocabulary, H hidden size, d head size.
+d head size.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
-from spectrain.export import rope
+from spectrain.export import output_rows, rope
 from spectrain.export.layout import Finding
 from spectrain.export.stored import names_of
 from spectrain.export.untouched import judged
@@ -22,8 +21,6 @@ from spectrain.heads.eagle3_init import rope_parameters
 from spectrain.heads.layers import RMSNorm, Rotary
 
 Called = Callable[[str], str]  # names of a head's tensors and modules → of the file it came from
-_ROWS = 256  # rows of an output layer that are compared with the target's
-_ALIKE = 0.6  # cosine from which a row is taken for a copy of a target's row that was trained on
 _IGNORED = 1e-2  # a part of fc this small beside its largest hardly reads its layer
 
 
@@ -33,7 +30,7 @@ def findings(head: DraftHead, target: Target, called: Called = str) -> Iterator[
     yield _stops(head, target)
     yield from _layers(head, target)
     yield from _rope(head, target)
-    yield from _outputs(head, target, called)
+    yield from output_rows.findings(head, target, called)
     yield from _norms(head, called)
     yield from _learnt(head, target, called)
 
@@ -116,71 +113,6 @@ def _rope(head: DraftHead, target: Target) -> Iterator[Finding]:
         yield Finding("rope", "ok", text)
 
 
-def _output_layers(head: DraftHead) -> dict[str, nn.Linear]:
-    """Layers of the head's own whose rows are the tokens that it guesses."""
-    size = head.config.draft_vocab_size
-    named = head.named_modules()
-    return {n: m for n, m in named if isinstance(m, nn.Linear) and m.out_features == size}
-
-
-def _outputs(head: DraftHead, target: Target, called: Called) -> Iterator[Finding]:
-    layers, size = _output_layers(head), head.config.draft_vocab_size
-    if not layers:
-        return
-    theirs = target.readout.weight[head.draft_ids]
-    expected = _repeated(theirs)  # tokens that were never seen share a row in many targets
-    problems = []
-    for name, layer in layers.items():
-        repeated, moved = _repeated(layer.weight) - expected, _moved(layer.weight, theirs)
-        if repeated > 0:
-            text = (
-                f"{called(name)}: {repeated:,} of {size:,} rows are constant or repeat another row"
-            )
-            problems.append(Finding("output rows", "warn", text, "convert the head again"))
-        if moved:
-            text = f"{called(name)}: {moved:.0%} of the rows are of other tokens than the map says"
-            problems.append(Finding("output rows", "fail", text, _in_order(called(name))))
-    yield from problems
-    if not problems:
-        yield Finding(
-            "output rows",
-            "ok",
-            f"{names_of([called(n) for n in layers])}: rows differ, none is moved",
-        )
-
-
-def _in_order(name: str) -> str:
-    return f"sort the rows of {name} by token: weight[ids.argsort()], ids: the token of each row"
-
-
-def _repeated(weight: Tensor) -> int:
-    """Rows of [D, H] that are constant, or the same as an earlier one."""
-    probe = torch.rand(weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-    # Row by row, so that equal rows give equal sums; in float64, so that no others do.
-    parts = weight.split(4096)
-    sums = torch.cat([(part.double() * probe.double()).sum(-1) for part in parts])
-    constant = torch.cat([part.amax(-1) == part.amin(-1) for part in parts])
-    return int(constant.sum()) + int((~constant).sum()) - len(sums[~constant].unique())
-
-
-def _moved(weight: Tensor, theirs: Tensor) -> float:
-    """Share of the rows of [D, H] that resemble another row of the target's than their own; 0 where
-    most resemble none, or are no majority."""
-    if weight.shape != theirs.shape:
-        return 0.0
-    rows = torch.arange(0, len(weight), max(1, len(weight) // _ROWS), device=weight.device)
-    like = _likeness(weight[rows], theirs)
-    best, own = like.amax(-1), like.gather(1, rows[:, None]).squeeze(1)
-    known = best > _ALIKE
-    share = ((best - own)[known] > 0.1).float().mean().item() if known.any() else 0.0
-    return share if share > 0.5 and known.float().mean() > 0.5 else 0.0
-
-
-def _likeness(rows: Tensor, theirs: Tensor) -> Tensor:
-    """Cosines of rows [n, H] and [D, H]: [n, D]"""
-    return F.normalize(rows.float(), dim=-1) @ F.normalize(theirs.float(), dim=-1).T
-
-
 @torch.no_grad()
 def mends(
     head: DraftHead, target: Target, called: Called = str
@@ -194,20 +126,8 @@ def mends(
                 other.set_submodule(name, theirs.to(target.device))
 
         fix = rope.told(rope_parameters(target.config))
-        yield "rotary positions of the target", fix, turn
-    theirs = target.readout.weight[head.draft_ids]
-    moved = [n for n, one in _output_layers(head).items() if _moved(one.weight, theirs)]
-    if moved:
-
-        @torch.no_grad()
-        def sort(other: DraftHead) -> None:
-            for name in moved:
-                weight = other.get_submodule(name).weight
-                parts = [_likeness(part, theirs).argmax(-1) for part in weight.split(_ROWS)]
-                weight[torch.cat(parts)] = weight.clone()
-
-        fix = _in_order(called(moved[0]))
-        yield "output rows in the order of the target's", fix, sort
+        yield "rotary positions that are not the target's", fix, turn
+    yield from output_rows.mends(head, target, called)
 
 
 def _norms(head: DraftHead, called: Called) -> Iterator[Finding]:

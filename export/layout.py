@@ -49,12 +49,14 @@ class Suspect:
 
     name: the mistake ("d2t holds absolute ids") · fix: how the checkpoint is mended for good
     position: the first one of a draft that it changes
+    seen: whether the files themselves show it, by a finding that is not of every good head
     """
 
     name: str
     fix: str
     found: Found
     position: int = 1
+    seen: bool = False
 
 
 class Reader(ABC):

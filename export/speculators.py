@@ -114,12 +114,12 @@ class SpeculatorsReader(Reader):
                 found.edited(tensors={"d2t": offsets}),
             )
         config = read(found.config, target).config
-        for shift, text in ((1, "below"), (-1, "above")):
+        for shift, text in ((1, "low"), (-1, "high")):
             layers = [] if config is None else [layer + shift for layer in config.aux_layers]
             if layers and layers[0] >= 0 and layers[-1] < target.num_layers:
                 ids = [layer + 1 for layer in layers]
                 yield Suspect(
-                    f"{LAYER_IDS} are one {text} what the head was trained on",
+                    f"the layers read are one too {text}",
                     f"in config.json, set {self.layers_key(tuple(layers))}",
                     found.edited(config={LAYER_IDS: ids}),
                 )

@@ -87,7 +87,7 @@ def suspects(found: Found) -> Iterator[Suspect]:
         offsets, held = _halves(found)
         if torch.equal(offsets, held):
             mended = {D2T: held - torch.arange(len(held))}
-            yield Suspect("d2t read as absolute ids", _MAP_FIX, found.edited(tensors=mended))
+            yield Suspect("d2t holds absolute ids", _MAP_FIX, found.edited(tensors=mended))
 
 
 def names_of(names: Sequence[str]) -> str:

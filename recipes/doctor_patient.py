@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from spectrain.export import health, norm_placement, stored
 from spectrain.export.found import Found
 from spectrain.export.layout import Finding, Reader, Suspect, fit, load
 from spectrain.heads.base import DraftHead
+from spectrain.recipes.doctor_verdicts import ranked
 from spectrain.recipes.evaluate import MAX_DRAFT
 from spectrain.recipes.import_head import further
 
@@ -30,7 +31,8 @@ class _Change:
     """What was changed and how it is mended for good; the head and what it reads then.
 
     position: the first one that is another one then · against: the head as its files say, where
-    that is not the one that is examined
+    that is not the one that is examined · leak: whether the batch tells the head the answer · seen:
+    whether a finding tells of it, too
     """
 
     name: str
@@ -39,6 +41,8 @@ class _Change:
     batch: Batch
     position: int = 1
     against: DraftHead | None = None
+    leak: bool = False
+    seen: bool = False
 
 
 class Patient:
@@ -108,12 +112,14 @@ class Patient:
             return []
         rows: list[dict[str, Any]] = []
         outcomes = [(place, one.hits) for place, one in enumerate(self._plain, 1)]
-        with progress(None, "undo common mistakes", "mistakes") as bar:
+        names: set[str] = set()  # a layout and the head's kind may know of the same mistake
+        with progress(None, "undo common mistakes", "tried") as bar:
             for change in self._changes():
-                bar.update()
                 at = change.position
-                if at > change.head.longest_draft:
+                if at > change.head.longest_draft or change.name in names:
                     continue
+                names.add(change.name)
+                bar.update()
                 changed = behaviour.seen(change.head, change.batch, at)[-1]
                 if changed.hits.any() and any(
                     at == place and np.array_equal(changed.hits, hits) for place, hits in outcomes
@@ -121,7 +127,7 @@ class Patient:
                     continue  # what this head does not read, or the same change by another name
                 outcomes.append((at, changed.hits))
                 rows.append(self._row(change, changed))
-        return sorted(rows, key=lambda row: (row["position"], -(row["accepted"] or 0)))
+        return ranked(rows)
 
     def _row(self, change: _Change, changed: Seen) -> dict[str, Any]:
         plain = self._plain[change.position - 1] if self._plain else None
@@ -133,6 +139,8 @@ class Patient:
         else:
             gain = behaviour.lift(plain, changed, self.seed)
             likely = behaviour.lifts(plain, gain)
+            if change.leak:
+                likely &= behaviour.leaked(plain, changed, self.seed)
         return {
             "name": change.name,
             "position": change.position,
@@ -140,6 +148,7 @@ class Patient:
             "accepted": changed.value,
             "gain": gain,
             "likely": likely,
+            "seen": change.seen,
             "fix": change.fix,
         }
 
@@ -157,19 +166,23 @@ class Patient:
             ):
                 for one in source:
                     if (head := self._built(one)) is not None:
-                        yield _Change(one.name, one.fix, head, self.batch(head), one.position)
+                        batch = self.batch(head)
+                        seen = one.seen
+                        yield _Change(one.name, one.fix, head, batch, one.position, seen=seen)
         if self.head is None:
             return
         batch = self.batch(self.head)
         for cause in causes(self.target, self.head, batch, self._called):
-            yield _Change(cause.name, self._fix(cause), self.head, cause.batch)
-        for name, fix, mend, *position in (
-            *health.mends(self.head, self.target, self._called),
-            *norm_placement.mends(self.head, self.reader),
-        ):
-            head = self._loaded(self.found, self.findings)
-            mend(head)
-            yield _Change(name, fix, head, batch, *position)
+            yield _Change(cause.name, self._fix(cause), self.head, cause.batch, leak=cause.leak)
+        for name, fix, mend in health.mends(self.head, self.target, self._called):
+            yield _Change(name, fix, self._mended(mend), batch, seen=True)
+        for name, fix, mend, position in norm_placement.mends(self.head, self.reader):
+            yield _Change(name, fix, self._mended(mend), batch, position)
+
+    def _mended(self, mend: Callable[[DraftHead], None]) -> DraftHead:
+        head = self._loaded(self.found, self.findings)
+        mend(head)
+        return head
 
     def _loaded(self, found: Found, findings: list[Finding]) -> DraftHead:
         return load(self.reader, found, self.target, findings).to(self.target.dtype)

@@ -14,20 +14,19 @@ _LEFT_OUT = ("tau", "joint")
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Every finding, the acceptance by position, what was tried, the verdict."""
-    head = [report["path"], f"layout {report['layout']}, target {report['target']}"]
-    lines = [*head, ""]
+    """Every finding, the acceptance by position, what was tried, definitions, the verdict last."""
+    lines = [report["path"], f"layout {report['layout']}, target {report['target']}", ""]
     for finding in report["findings"]:
         lines += _finding(finding)
     if report["acceptance"] and report["acceptance"]["blind"] is not None:
         lines += ["", *_acceptance(report)]
     if report["tried"]:
         lines += ["", *_tried(report)]
-    lines += ["", *textwrap.wrap(_verdict(report), WIDTH), ""]
+    lines.append("")
     for name, text in report["definitions"].items():
         if name not in _LEFT_OUT:
             lines += textwrap.wrap(f"{name}: {text}", WIDTH, subsequent_indent="  ")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *textwrap.wrap(_verdict(report), WIDTH)])
 
 
 def _finding(finding: Mapping[str, str]) -> Iterator[str]:
@@ -57,7 +56,7 @@ def _acceptance(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tried(report: Mapping[str, Any]) -> Iterator[str]:
-    yield "changed, one thing at a time: acceptance then at position 1, or at [2]"
+    yield "each mistake undone by itself: acceptance then at position 1, or at [2]"
     for row in report["tried"]:
         value = "—" if row["accepted"] is None else f"{row['accepted']:.3f}"
         place = f"[{row['position']}] " if row["position"] > 1 else ""

@@ -79,6 +79,21 @@ def next_position(accepted: dict[str, Any], further: str | None = "") -> Iterato
             yield Finding("acceptance", "fail", text, "" if further is None else fix)
 
 
+def ranked(tried: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By position, the best first; but before a likely one that nothing else tells of, one that a
+    finding tells of too, where its interval does not leave it behind."""
+    rows = sorted(tried, key=lambda row: (row["position"], -(row["accepted"] or 0)))
+    best = next((row for row in rows if row["likely"] and row["gain"]), None)
+    if best is None:
+        return rows
+
+    def level(row: dict[str, Any]) -> bool:
+        near = row["seen"] and row["likely"] and row["position"] == best["position"]
+        return near and row["gain"]["high"] >= best["gain"]["value"]
+
+    return sorted(rows, key=lambda row: not level(row))
+
+
 def _told(interval: Mapping[str, float | None]) -> str:
     if interval["low"] is None:
         return f"{interval['value']:.2f}"

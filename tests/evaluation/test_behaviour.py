@@ -92,13 +92,17 @@ def test_layers_and_states_are_those_that_are_named(tiny, replies):
     head = KINDS["eagle3-two-layers"](tiny, 120)  # reads 1 and 3
     batch = read(tiny, replies, head.needs.aux_layers)
     tried = {cause.name: cause.batch for cause in causes(tiny, head, batch)}
-    assert torch.equal(tried["auxiliary layers one lower"].aux, read(tiny, replies, (0, 2)).aux)
-    assert "auxiliary layers one higher" not in tried  # the target has no layer 4
+    assert torch.equal(
+        tried["the layers read are one too high"].aux, read(tiny, replies, (0, 2)).aux
+    )
+    assert "the layers read are one too low" not in tried  # the target has no layer 4
     low, high = batch.aux.chunk(2, dim=-1)
-    assert torch.equal(tried["auxiliary states in the order 2, 1"].aux, torch.cat([high, low], -1))
+    assert torch.equal(
+        tried["fc reads the states from high to low"].aux, torch.cat([high, low], -1)
+    )
     head = KINDS["medusa"](tiny, 120)
     tried = {cause.name: cause.batch for cause in causes(tiny, head, batch)}
-    raw = tried["last state without the final norm"].last
+    raw = tried["trained on the last state without the final norm"].last
     assert not torch.allclose(raw, batch.last)
     torch.testing.assert_close(tiny.decoder.norm(raw), batch.last)
 
@@ -240,3 +244,19 @@ def test_logits_that_are_no_numbers_are_counted(tables):
     # The reply's first token, behind three of the prompt, is fed first; its last one only guessed.
     fed = sum(t == 5 for tokens, _ in lopsided(tables, 0) for t in tokens[3:-1])
     assert 0 < seen.broken == fed < seen.asked.sum()
+
+
+@pytest.mark.parametrize(
+    ("plain", "fed", "leaked"),
+    [
+        (5, 95, True),
+        (25, 39, False),  # lifted, as is all that repeats its input
+        (50, 100, False),  # it guesses without
+        (5, 80, False),
+    ],
+)
+def test_what_only_a_head_does_that_learnt_with_the_answer(plain, fed, leaked):
+    """Of 100 asked in each reply, where a blind guess has 0.04."""
+    hundred = np.full(10, 100.0)
+    one, other = (Seen(np.full(10, float(n)), hundred, hundred * 0.04) for n in (plain, fed))
+    assert behaviour.leaked(one, other, 0) is leaked

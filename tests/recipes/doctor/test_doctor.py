@@ -12,6 +12,7 @@ from eagle_files import edit, export
 from head_kinds import KINDS
 
 from spectrain.core.errors import SpectrainError
+from spectrain.data.online import read
 from spectrain.evaluation import behaviour
 from spectrain.evaluation.causes import causes
 from spectrain.export import aux_layers
@@ -51,14 +52,33 @@ def test_a_healthy_head_passes_without_a_warning(examine, trained, family):
 
 def test_layers_one_higher(examine, spoilt):
     report = examine(spoilt("eagle3", config=lambda c: c.update(aux_layers=[2, 3, 4])))
-    assert likely(report) == "auxiliary layers one lower"
+    assert likely(report) == "the layers read are one too high"
     assert "position 1" in (told(report, "warn") | told(report, "fail"))["likely cause"]
 
 
 def test_layers_one_lower(examine, spoilt):
     report = examine(spoilt("eagle3", config=lambda c: c.update(aux_layers=[0, 1, 2])))
-    assert likely(report) == "auxiliary layers one higher"
+    assert likely(report) == "the layers read are one too low"
     assert fix(report).startswith("in config.json, set aux_layers to [1, 2, 3]: ")
+
+
+@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+def test_no_mistake_is_undone_twice(examine, trained, target, tmp_path, monkeypatch, layout):
+    """Also where nothing is accepted, so that outcomes cannot tell them apart."""
+    ran, first = [], behaviour.first
+
+    def nothing(head, batch):
+        ran.append((head.needs.aux_layers, batch))
+        found = first(head, batch)
+        return replace(found, hits=0 * found.hits)
+
+    monkeypatch.setattr(behaviour, "first", nothing)
+    head = load_head(trained("eagle3")).bind(target.readout)
+    tried = examine(export(head, target, layout, tmp_path / "out"))["tried"]
+    names = [one["name"] for one in tried]
+    assert len(set(names)) == len(names) == len(ran) - 1
+    assert {"the layers read are one too high", "the layers read are one too low"} <= set(names)
+    assert not any("one below" in name or "auxiliary layers" in name for name in names)
 
 
 @pytest.mark.parametrize(("ids", "meant"), [([2, 3, 4], True), ([3, 4, 5], False)])
@@ -86,7 +106,7 @@ def test_parts_of_fc_in_another_order(examine, spoilt):
         tensors["fc.weight"] = tensors["fc.weight"].unflatten(1, (3, -1))[:, [1, 2, 0]].flatten(1)
 
     report = examine(spoilt("eagle3", permute))
-    assert likely(report) == "auxiliary states in the order 2, 3, 1"
+    assert likely(report) == "fc reads the states in the order 2, 3, 1"
     assert fix(report) == "put the 3 column blocks of fc.weight into the order 3, 1, 2"
     # The blocks lie as [1, 2, 0] of the trained ones: the third of them is the first.
     assert [[1, 2, 0][place - 1] for place in (3, 1, 2)] == [0, 1, 2]
@@ -102,18 +122,43 @@ def answers(batch):
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
+    ("family", "change", "name"),
     [
-        (own_tokens, "fed x[t] in the place of x[t+1]"),
-        (answers, "fed x[t+2] in the place of x[t+1]"),
+        ("eagle3", own_tokens, "trained with x[t] in the place of x[t+1]"),
+        ("eagle1", own_tokens, "trained with x[t] in the place of x[t+1]"),
+        ("eagle1", answers, "trained with x[t+2] in the place of x[t+1]"),
     ],
 )
-@pytest.mark.parametrize("family", ["eagle3", "eagle1"])
 def test_tokens_shifted(examine, trained, family, change, name):
     report = examine(trained(family, change))
     assert likely(report) == name
     assert f"--store STORE --init {trained(family, change)}" in fix(report)
     assert "spectrain train-eagle --target" in fix(report)
+
+
+def test_an_honest_head_that_repeats_its_input_leaks_nothing(
+    examine, trained, monkeypatch, target, replies
+):
+    """Fed the answer it gives the answer back: no sign that it was trained so."""
+    honest = trained("eagle1")
+    first, answer = behaviour.first, target_choices(target, replies)
+
+    def repeats(head, batch):
+        """Half of its guesses are the target's; of an answer that it is fed it echoes all."""
+        found = first(head, batch)
+        fed = torch.equal(batch.tokens, answer)
+        return replace(found, hits=found.asked if fed else (found.asked / 2).round())
+
+    monkeypatch.setattr(behaviour, "first", repeats)
+    report = examine(honest)
+    (row,) = [one for one in report["tried"] if one["name"].startswith("trained with x[t+2]")]
+    assert (row["accepted"], row["likely"]) == (1.0, False)
+    assert report["healthy"]
+
+
+def target_choices(target, replies):
+    """What a head is fed where the answer leaks."""
+    return answers(read(target, replies, ())).tokens
 
 
 def test_last_states_without_the_norm(examine, trained, target, new_head):
@@ -124,7 +169,7 @@ def test_last_states_without_the_norm(examine, trained, target, new_head):
         return found.batch
 
     report = examine(trained("medusa", unnormed))
-    assert likely(report) == "last state without the final norm"
+    assert likely(report) == "trained on the last state without the final norm"
     assert "spectrain train-medusa --target" in fix(report)
 
 
@@ -134,7 +179,11 @@ def test_rotary_base(examine, spoilt, target):
 
     report = examine(spoilt("eagle1", config=slower))
     assert "not the rotary positions of the target" in told(report, "warn")["rope"]
-    (row,) = [one for one in report["tried"] if one["name"] == "rotary positions of the target"]
+    (row,) = [
+        one
+        for one in report["tried"]
+        if one["name"] == "rotary positions that are not the target's"
+    ]
     assert '"rope_theta": 10000.0' in row["fix"]
 
 
@@ -147,7 +196,7 @@ def test_absolute_ids_in_d2t(examine, spoilt):
 
     report = examine(spoilt("eagle3", absolute))
     assert "ids themselves" in told(report, "fail")["draft vocabulary"]
-    assert likely(report) == "d2t read as absolute ids"  # tried, and it is accepted then
+    assert likely(report) == "d2t holds absolute ids"  # tried, and it is accepted then
     assert report["acceptance"] is None
     assert report["failure"].count("ids themselves") == 1
 
@@ -173,7 +222,7 @@ def test_rows_of_lm_head_permuted(examine, spoilt, family, name):
     failed = told(report, "fail")
     assert name in failed["output rows"]
     assert "other tokens" in failed["output rows"]
-    assert likely(report) == "output rows in the order of the target's"
+    assert likely(report) == "output rows of other tokens than the map says"
     assert fix(report).startswith(f"sort the rows of {name} by token")
 
 
@@ -303,7 +352,7 @@ def test_exit_codes(command, trained, spoilt, tmp_path):
     """0 healthy, 1 with the report where something fails, 2 in one line for bad input."""
     well = command(trained("medusa"), "--json", str(tmp_path / "report.json"))
     assert well.exit_code == 0
-    assert "HEALTHY (fail 0, warn 0" in well.stdout
+    assert well.stdout.splitlines()[-1].startswith("HEALTHY (fail 0, warn 0")
     assert json.loads((tmp_path / "report.json").read_text())["healthy"]
     ill = spoilt("medusa", lambda t: t["heads.0.0.linear.bias"].fill_(float("nan")))
     found = command(ill)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from spectrain.recipes.doctor_verdicts import acceptance, next_position, not_finite, verdicts
+from spectrain.recipes.doctor_verdicts import (
+    acceptance,
+    next_position,
+    not_finite,
+    ranked,
+    verdicts,
+)
 
 
 def measured(*knows, broken=0):
@@ -81,3 +87,32 @@ def test_a_cause_is_told_with_the_position_that_it_explains():
     assert last.text == "cause 1: position 1 is then accepted 0.50"
     first, *_ = verdicts(measured(False), [row(1, False), row(2, False)], "TRAIN")
     assert "none of 1 causes" in first.fix
+
+
+def tried(name, value, high, seen, likely=True):
+    gain = {"value": value, "low": 0.01, "high": high}
+    return {
+        "name": name,
+        "position": 1,
+        "accepted": value,
+        "gain": gain,
+        "seen": seen,
+        "likely": likely,
+    }
+
+
+@pytest.mark.parametrize(("high", "likely", "first"), [
+    (0.21, True, "rope"),  # a near tie
+    (0.15, True, "layers"),  # surely behind
+    (0.21, False, "layers"),  # it explains nothing
+])  # fmt: skip
+def test_of_near_ties_that_which_a_finding_tells_of(high, likely, first):
+    rows = [tried("rope", 0.1, high, True, likely), tried("layers", 0.2, 0.3, False)]
+    assert ranked(rows)[0]["name"] == first
+    assert ranked(rows[::-1]) == ranked(rows)
+
+
+def test_changes_of_a_head_that_cannot_run_have_no_gain():
+    rows = [tried("a", 0.1, 0.2, True), tried("b", 0.3, 0.4, False)]
+    rows = [row | {"gain": None} for row in rows]
+    assert [row["name"] for row in ranked(rows)] == ["b", "a"]
