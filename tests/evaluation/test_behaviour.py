@@ -159,7 +159,7 @@ def lopsided(tables, seed, share=0.7):
     random = np.random.default_rng(seed)
     rows = tables.random_rows(seed, 12, [(3, int(n)) for n in random.integers(15, 45, size=12)])
     for tokens, _ in rows:
-        part = np.clip(random.normal(share, 0.1), 0, 1)  # replies differ
+        part = np.clip(random.normal(share, 0.25), 0, 1)  # replies differ
         for place in np.flatnonzero(random.random(len(tokens)) < part):
             tokens[place] = 5
     return rows

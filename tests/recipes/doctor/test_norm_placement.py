@@ -4,8 +4,14 @@ says so, or say it of a head that was not trained so."""
 from __future__ import annotations
 
 import pytest
+import torch
 from eagle_files import edit, export
+from head_kinds import create
 
+from spectrain.core.batch import counted
+from spectrain.data.online import read
+from spectrain.export import norm_placement
+from spectrain.export.eagle3 import Eagle3Reader
 from spectrain.heads.eagle3 import Eagle3Head
 from spectrain.heads.io import load_head
 
@@ -34,6 +40,7 @@ class Fed(Eagle3Head):
         return super().enter(embedding, self.norm(hidden) if self.going_on else hidden)
 
 
+READER = Eagle3Reader()
 CASES = {
     "norm_before_residual": (Residual, "the normed state as the layer's residual", 1),
     "norm_output": (Fed, "the output behind the final norm fed back", 2),
@@ -55,6 +62,29 @@ def others(trained, target, tmp_path):
 def row(report, name):
     (found,) = [one for one in report["tried"] if one["name"] == name]
     return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("key", CASES)
+def test_what_is_tried_computes_what_the_key_says(target, replies, key):
+    """Step by step, in logits."""
+    kind, name, position = CASES[key]
+    wanted, tried = (create(target, "eagle3", steps=3, draft_vocab_size=120) for _ in range(2))
+    plain = create(target, "eagle3", steps=3, draft_vocab_size=120)
+    wanted.__class__ = kind
+    ((mend, at),) = (more for what, _, *more in norm_placement.mends(tried, READER) if what == name)
+    mend(tried)
+    assert at == position
+    batch = read(target, replies, plain.needs.aux_layers)
+    rows = zip(*(one.unroll(batch, 3) for one in (wanted, tried, plain)), strict=True)
+    for place, steps in enumerate(rows, 1):
+        counts = counted(batch.reply, place - 1).flatten()[steps[0].anchors]
+        theirs, ours, without = (
+            one.logits(step.hidden[counts], place - 1)
+            for one, step in zip((wanted, tried, plain), steps, strict=True)
+        )
+        torch.testing.assert_close(ours, theirs)
+        assert torch.allclose(ours, without, rtol=1e-3) is (place < position)
 
 
 @pytest.mark.parametrize("key", CASES)
