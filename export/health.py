@@ -18,6 +18,7 @@ from spectrain.export.stored import names_of
 from spectrain.export.untouched import judged
 from spectrain.heads.base import DraftHead
 from spectrain.heads.eagle3_init import rope_parameters
+from spectrain.heads.eagle_layer import EagleConfig, sizes_of
 from spectrain.heads.layers import RMSNorm, Rotary
 
 Called = Callable[[str], str]  # names of a head's tensors and modules → of the file it came from
@@ -30,6 +31,7 @@ def findings(head: DraftHead, target: Target, called: Called = str) -> Iterator[
     yield _stops(head, target)
     yield from _layers(head, target)
     yield from _rope(head, target)
+    yield from _geometry(head, target)
     yield from output_rows.findings(head, target, called)
     yield from _norms(head, called)
     yield from _learnt(head, target, called)
@@ -111,6 +113,29 @@ def _rope(head: DraftHead, target: Target) -> Iterator[Finding]:
         turns = _turns(next(iter(own.values())))
         text = f"angles are the target's, {turns[0]:.3g} … {turns[-2]:.3g} radians a position"
         yield Finding("rope", "ok", text)
+
+
+def _geometry(head: DraftHead, target: Target) -> Iterator[Finding]:
+    """Attention heads that are cut otherwise than the target's: where both fit the same weights,
+    nothing but the config tells which was meant."""
+    if not isinstance(head.config, EagleConfig):
+        return
+    try:
+        theirs = sizes_of(target)
+    except (AttributeError, SpectrainError):  # a target that no such head can be made for
+        return
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    own, other = ([sizes[n] for n in names] for sizes in (head.config.model_dump(), theirs))
+    if own == other:
+        return
+    text = f"{own[0]} heads of {own[2]} ({own[1]} for keys), "
+    text += f"the target has {other[0]} of {other[2]} ({other[1]})"
+    if [own[0] * own[2], own[1] * own[2]] != [other[0] * other[2], other[1] * other[2]]:
+        yield Finding("attention heads", "note", text)
+        return
+    told = ", ".join(f"{name} to {size}" for name, size in zip(names, other, strict=True))
+    fix = f"see how it was trained; if as the target, in config.json, set {told}"
+    yield Finding("attention heads", "warn", f"{text}: the weights fit both", fix)
 
 
 @torch.no_grad()

@@ -187,6 +187,17 @@ def test_rotary_base(examine, spoilt, target):
     assert '"rope_theta": 10000.0' in row["fix"]
 
 
+def test_heads_that_are_cut_otherwise(examine, spoilt):
+    """Twice as many of half the size have the same weights."""
+
+    def cut(config):
+        config.update(num_attention_heads=8, num_key_value_heads=4, head_dim=8)
+
+    report = examine(spoilt("eagle1", config=cut))
+    text = told(report, "warn")["attention heads"]
+    assert "8 heads of 8 (4 for keys), the target has 4 of 16 (2)" in text
+
+
 # ── faults that the files tell of ────────────────────────────────────────────
 
 
