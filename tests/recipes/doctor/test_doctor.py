@@ -65,14 +65,13 @@ def test_layers_one_lower(examine, spoilt):
 @pytest.mark.parametrize("layout", ["vllm", "speculators"])
 def test_no_mistake_is_undone_twice(examine, trained, target, tmp_path, monkeypatch, layout):
     """Also where nothing is accepted, so that outcomes cannot tell them apart."""
-    ran, first = [], behaviour.first
+    ran, seen = [], behaviour.seen
 
-    def nothing(head, batch):
+    def nothing(head, batch, steps):
         ran.append((head.needs.aux_layers, batch))
-        found = first(head, batch)
-        return replace(found, hits=0 * found.hits)
+        return [replace(one, hits=0 * one.hits) for one in seen(head, batch, steps)]
 
-    monkeypatch.setattr(behaviour, "first", nothing)
+    monkeypatch.setattr(behaviour, "seen", nothing)
     head = load_head(trained("eagle3")).bind(target.readout)
     tried = examine(export(head, target, layout, tmp_path / "out"))["tried"]
     names = [one["name"] for one in tried]
@@ -141,15 +140,17 @@ def test_an_honest_head_that_repeats_its_input_leaks_nothing(
 ):
     """Fed the answer it gives the answer back: no sign that it was trained so."""
     honest = trained("eagle1")
-    first, answer = behaviour.first, target_choices(target, replies)
+    seen, answer = behaviour.seen, target_choices(target, replies)
 
-    def repeats(head, batch):
+    def repeats(head, batch, steps):
         """Half of its guesses are the target's; of an answer that it is fed it echoes all."""
-        found = first(head, batch)
         fed = torch.equal(batch.tokens, answer)
-        return replace(found, hits=found.asked if fed else (found.asked / 2).round())
+        return [
+            replace(one, hits=one.asked if fed else (one.asked / 2).round())
+            for one in seen(head, batch, steps)
+        ]
 
-    monkeypatch.setattr(behaviour, "first", repeats)
+    monkeypatch.setattr(behaviour, "seen", repeats)
     report = examine(honest)
     (row,) = [one for one in report["tried"] if one["name"].startswith("trained with x[t+2]")]
     assert (row["accepted"], row["likely"]) == (1.0, False)
