@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from spectrain.core.errors import SpectrainError
-from spectrain.core.files import read_json, sha256_file
+from spectrain.core.files import read_json
 from spectrain.core.target import Target
 from spectrain.export.found import Found
 from spectrain.export.layout import CONFIG, Finding
@@ -27,7 +27,7 @@ def findings(found: Found, target: Target) -> Iterator[Finding]:
     changed = []
     for path in (*found.files, found.path / CONFIG):
         known = files.get(path.name) if isinstance(files, dict) else None
-        if isinstance(known, dict) and path.is_file() and sha256_file(path) != known.get("sha256"):
+        if isinstance(known, dict) and path.is_file() and found.sha256(path) != known.get("sha256"):
             changed.append(path.name)
     if changed:
         text = f"changed since they were exported: {', '.join(sorted(changed))}"
