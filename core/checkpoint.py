@@ -18,8 +18,9 @@ from spectrain.core.errors import SpectrainError
 from spectrain.core.files import disk_errors, read_json
 from spectrain.core.pickled import load_pickled, type_of
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_INDEXED = ".index.json"
+INDEX = SINGLE + _INDEXED
 # What a folder's weights are called, the first that is there; an index names further files.
 _CALLED = (INDEX, SINGLE, "pytorch_model.bin.index.json", "pytorch_model.bin")
 SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth")
@@ -55,6 +56,7 @@ class Checkpoint:
             main = self._main_file()
             index = self.path / main
             places = _weight_map(index) if main.endswith(".json") else {}
+            _require_one(index, places)
             names = sorted(set(places.values())) or [main]
         for name in names:
             file = self.path / name if name else self.path
@@ -125,6 +127,44 @@ class Checkpoint:
     def _ending(self, endings: tuple[str, ...]) -> list[str]:
         files = (p for p in self.path.iterdir() if p.suffix in endings and p.is_file())
         return sorted(p.name for p in files if not p.name.startswith(_OTHERS))
+
+
+def require_one(folder: Path) -> None:
+    """Raise SpectrainError for a folder that says in two ways what its weights are. (Beside
+    safetensors nobody reads a pickle.)"""
+    for index in (folder / name for name in _CALLED[::2]):
+        there = [path for path in (index, _beside(index)) if path.is_file()]
+        if len(there) == 2:
+            _require_one(index, _weight_map(index))
+        if there:
+            return
+
+
+def read_by_the_library(folder: Path) -> set[str]:
+    """Names of the files that `transformers` reads: the single one, where there is one, and then
+    no index."""
+    for index in (folder / name for name in _CALLED[::2]):
+        if _beside(index).is_file():
+            return {_beside(index).name}
+        if index.is_file():
+            return set(_weight_map(index).values())
+    return set()
+
+
+def _require_one(index: Path, places: Mapping[str, str]) -> None:
+    single = _beside(index)
+    if places and single.is_file() and single.name not in places.values():
+        raise SpectrainError(
+            f"{single.name} and {index.name}, which does not name it: two sets of weights, of "
+            "which transformers reads the first and engines the second",
+            where=str(index.parent),
+            fix="remove the one that is not the model",
+        )
+
+
+def _beside(index: Path) -> Path:
+    """The single file in whose place an index stands."""
+    return index.with_name(index.name.removesuffix(_INDEXED))
 
 
 def _stored(file: Path) -> dict[str, Stored]:

@@ -145,10 +145,13 @@ def _unpack(gguf: Path) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a bar of our own is running
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, trust_remote_code=False
+    )
     weights = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
+        trust_remote_code=False,
         # packed weights would be unpacked at every forward, some twenty times slower
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.float32,

@@ -17,6 +17,8 @@ from spectrain.core.embedded import EMBEDDED, converted
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import disk_errors
 
+_NO_CODE_FIX = "use a checkpoint whose architecture and tokenizer transformers has itself"
+
 
 def resolve(name: str) -> str:
     """A local folder or a hub id that `from_pretrained` takes.
@@ -107,8 +109,9 @@ def load_errors(name: str, where: str = "--target", fix: str | None = None) -> I
     except SpectrainError:
         raise
     except Exception as error:
+        fix = _NO_CODE_FIX if _wants_code(error) else fix or _choices(name)
         raise SpectrainError(
-            f"cannot load {name!r} ({_reason(error)})", where=where, fix=fix or _choices(name)
+            f"cannot load {name!r} ({reason(error)})", where=where, fix=fix
         ) from error
 
 
@@ -142,8 +145,10 @@ def _choices(name: str) -> str:
     return f"give {known}, a model folder or a hub id{nearest(name, EMBEDDED)}"
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """Why a load failed, told by the names in the exception chain: all that hub versions share."""
+    if _wants_code(error):
+        return "it asks for code of its own to be run, which is not done"
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
@@ -160,6 +165,11 @@ def _reason(error: BaseException) -> str:
         return "no such folder here, not in the hub's cache, and no network to ask the hub"
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first.strip()}"[:300]
+
+
+def _wants_code(error: BaseException) -> bool:
+    """Whether the library would go on if it were allowed to run what lies in the checkpoint."""
+    return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
 def _hub_answers() -> bool:

@@ -40,7 +40,7 @@ def load(name: str, *, dtype: str = "auto", device: str = "auto") -> Target:
     what a head is compared and written with, not for decoding.
 
     Whole and checked where its layers cannot be read one by one: an adapter, which is merged into
-    its base, a quantised checkpoint, one that lacks some of the model's tensors.
+    its base, and a quantised checkpoint.
     """
     made = _by_layer(name, *placed(dtype, device))
     return made or Target.load(name, dtype=dtype, device=device, pack_weights=False)
@@ -172,10 +172,10 @@ def _by_layer(name: str, dtype: torch.dtype | str, device: str) -> TargetOnDisk 
         dtype = config.dtype if dtype == "auto" else dtype
         if dtype is None or hasattr(config, "quantization_config"):
             return None
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention.NAME, dtype=dtype
+                config, attn_implementation=attention.NAME, dtype=dtype, trust_remote_code=False
             )
         model.generation_config = generation_of(source, config)
         if not hasattr(model.get_decoder(), "layers"):

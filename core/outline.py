@@ -38,7 +38,8 @@ def outline(name: str, dtype: torch.dtype | None = None) -> Target:
     if adapter.is_adapter(source):
         return outline(adapter.base_name(Path(source)), dtype)
     with models.load_errors(name):
-        return outline_of(AutoConfig.from_pretrained(source), name, _tokenizer(source), dtype)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return outline_of(config, name, _tokenizer(source), dtype)
 
 
 def outline_of(
@@ -47,7 +48,10 @@ def outline_of(
     """The shapes of the model that a configuration of `transformers` describes."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention.NAME, dtype=dtype or config.dtype
+            config,
+            attn_implementation=attention.NAME,
+            dtype=dtype or config.dtype,
+            trust_remote_code=False,
         )
     rows = config.get_text_config(decoder=True).vocab_size
     return Target(model, tokenizer or NoTokenizer(rows), name, UNREAD)
@@ -55,6 +59,6 @@ def outline_of(
 
 def _tokenizer(source: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError):
         return None

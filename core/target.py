@@ -83,9 +83,10 @@ class Target:
             require(quantize, device, wanted)
         source = models.resolve(name)
         disable_progress_bar()  # the library's own; loading takes seconds
-        options = {"revision": revision, "trust_remote_code": trust_remote_code}
         with models.load_errors(name):
-            model, tokenizer, fingerprint = pretrained(source, name, wanted, device, options)
+            model, tokenizer, fingerprint = pretrained(
+                source, name, wanted, device, revision, trust_remote_code
+            )
         target = cls(model, tokenizer, name, fingerprint)
         target.check()
         if quantize is not None:

@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoTokenizer
-from transformers.core_model_loading import revert_weight_conversion
 
 from spectrain.core.errors import SpectrainError
 from spectrain.core.files import read_json
 from spectrain.core.target import Target
 from spectrain.export import numbers
+from spectrain.export.causal_lm_files import (
+    content,
+    folder_of,
+    in_file,
+    names,
+    require_what_is_loaded,
+    tokens,
+)
 from spectrain.export.found import Found
 from spectrain.export.layout import (
     Encoded,
@@ -32,20 +37,14 @@ from spectrain.export.layout import (
     Reader,
     Reference,
     Writer,
-    compare_names,
 )
 from spectrain.heads import draft_init
 from spectrain.heads.draft_config import DEFAULT_STEPS, LONGEST_DRAFT
 from spectrain.heads.draft_model import DraftModelHead
-from spectrain.heads.tokenizers import first_difference
 
 GENERATION, STEPS = "generation_config.json", "num_assistant_tokens"
 # Parts of names that heads and MTP layers have, and a model by itself has not.
 MARKS = {"fc", "midlayer", "medusa_head", "d2t", "t2d", "eh_proj", "enorm", "hnorm"}
-# Tables that older files hold and the library computes.
-_COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-# Of the place and type it was trained in: the weights have theirs, whatever they are written in.
-_OWN_KEYS = ("_name_or_path", "dtype", "torch_dtype", "auto_map")
 
 
 class CausalLmReader(Reader):
@@ -71,14 +70,15 @@ class CausalLmReader(Reader):
             yield from wrong
             return
         try:
+            require_what_is_loaded(found)
             with torch.device("meta"):
-                model = draft_init.build(_content(found.config))
+                model = draft_init.build(content(found.config))
         except SpectrainError as error:
             yield Finding("config", "fail", error.what, error.fix or "")
             return
         yield Finding("config", "ok", f"{type(model).__name__}, {layers} layers")
-        yield from _names(found, model)
-        yield _tokens(found, target)
+        yield from names(found, model)
+        yield tokens(found, target)
         rows = len(model.get_output_embeddings().weight)
         if rows != target.vocab_size:
             yield Finding(
@@ -86,7 +86,7 @@ class CausalLmReader(Reader):
             )
 
     def build(self, found: Found, target: Target) -> DraftModelHead:
-        folder = _folder(found)
+        folder = folder_of(found)
         head = DraftModelHead.load(str(folder), str(folder))
         for parameter in head.parameters():
             # The library maps it from its file, where it may begin at any byte: kernels then add up
@@ -133,9 +133,9 @@ class CausalLmWriter(Writer):
             STEPS: head.config.steps,
             "num_assistant_tokens_schedule": "constant",
         }
-        config = _content(head.config.model) | {"architectures": [type(model).__name__]}
+        config = content(head.config.model) | {"architectures": [type(model).__name__]}
         beside = {GENERATION: generation, **_tokenizer_files(target)}
-        return Encoded(config, _in_file(model), beside)
+        return Encoded(config, in_file(model), beside)
 
     def launch(self, head: DraftModelHead, reference: Reference) -> list[Launch]:
         name, steps = shlex.quote(reference.name), head.config.steps
@@ -171,60 +171,6 @@ class CausalLmWriter(Writer):
                 "python",
             ),
         ]
-
-
-def _content(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in _OWN_KEYS}
-
-
-def _in_file(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a causal LM under the names that the library saves them by."""
-    state = revert_weight_conversion(model, model.state_dict())
-    output, table = model.get_output_embeddings(), model.get_input_embeddings()
-    if output.weight is table.weight:
-        state.pop(_output_name(model), None)
-    return dict(state)
-
-
-def _output_name(model: nn.Module) -> str:
-    output = model.get_output_embeddings()
-    return next(name for name, module in model.named_modules() if module is output) + ".weight"
-
-
-def _names(found: Found, model: nn.Module) -> Iterator[Finding]:
-    if "text_config" in found.config:
-        text = "a model of several modes: its names are left to the library"
-        yield Finding("tensors", "note", text)
-        return
-    expected = {name: tuple(value.shape) for name, value in _in_file(model).items()}
-    prefix = f"{model.base_model_prefix}."
-    if not any(name.startswith(prefix) for name in found.shapes):  # saved without its output layer
-        expected = {name.removeprefix(prefix): shape for name, shape in expected.items()}
-    ignored = {name for name in found.shapes if name.endswith(_COMPUTED)} | {_output_name(model)}
-    yield from compare_names(found, expected, ignored)
-
-
-def _tokens(found: Found, target: Target) -> Finding:
-    folder = _folder(found)
-    if not (folder / "tokenizer_config.json").is_file():
-        fix = "copy the tokenizer's files into the folder"
-        return Finding("tokenizer", "fail", "the folder has no tokenizer", fix)
-    try:
-        difference = first_difference(AutoTokenizer.from_pretrained(folder), target.tokenizer)
-    except Exception as error:  # whatever the library makes of the files
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        text = f"the tokenizer cannot be loaded ({reason})"
-        return Finding(
-            "tokenizer", "fail", text, "copy the target's tokenizer files into the folder"
-        )
-    if difference is not None:
-        text = f"the tokenizer is not the target's: {difference}"
-        return Finding("tokenizer", "fail", text, "use a draft with the target's tokenizer")
-    return Finding("tokenizer", "ok", "the target's ids")
-
-
-def _folder(found: Found) -> Path:
-    return found.path if found.path.is_dir() else found.path.parent
 
 
 def _steps(folder: Path) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spectrain.core.checkpoint import PICKLED, Checkpoint
 from spectrain.core.errors import SpectrainError
-from spectrain.core.files import disk_errors, read_json
+from spectrain.core.files import disk_errors, read_json, sha256_file
 from spectrain.core.models import snapshot
 from spectrain.heads.io import LONGEST_CONFIG, find_head
 
@@ -40,6 +40,7 @@ class Found:
     _edits: Mapping[str, Tensor] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
     _called: Mapping[str, str] = field(default_factory=dict)
+    _digests: dict[Path, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path | str) -> Found:
@@ -63,6 +64,12 @@ class Found:
     def read(self, name: str) -> Tensor:
         """A tensor in the type it is stored in."""
         return self._edits[name] if name in self._edits else self._read(name)
+
+    def sha256(self, file: Path) -> str:
+        """Of a file of this folder, in hex; each is read for it once."""
+        if file not in self._digests:
+            self._digests[file] = sha256_file(file)
+        return self._digests[file]
 
     def renamed(self, rename: Callable[[str], str]) -> Found:
         """The same tensors under other names; one whose new name is taken keeps its own, and is

@@ -130,7 +130,9 @@ def _model_refusals(head: MtpSequentialHead, stock: Stock) -> list[str]:
     values = {key: value for key, value in stock.config.items() if key != gone}
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(_config({**values, **changes}))
+            model = AutoModelForCausalLM.from_config(
+                _config({**values, **changes}), trust_remote_code=False
+            )
             theirs = MtpModel(model, len(head.chain))
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

@@ -91,5 +91,5 @@ def _some(texts: Sequence[str]) -> str:
 
 
 def _fail(what: str) -> NoReturn:
-    fix = "nothing was written; this is a mistake in the export, please report it"
+    fix = "nothing was written; this is a mistake of spectrain, please report it"
     raise RunFailed(what, fix=fix)

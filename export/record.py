@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from spectrain.core.errors import SpectrainError
-from spectrain.core.files import read_json, sha256_file
+from spectrain.core.files import read_json
 from spectrain.core.target import Target
 from spectrain.export.card import README
 from spectrain.export.found import Found
@@ -49,7 +49,8 @@ def _checksums(found: Found, files: dict[str, Any]) -> Iterator[Finding]:
     changed = {
         name
         for name in known & here.keys()
-        if not isinstance(files[name], dict) or sha256_file(here[name]) != files[name].get("sha256")
+        if not isinstance(files[name], dict)
+        or found.sha256(here[name]) != files[name].get("sha256")
     }
     gone, new = known - here.keys(), here.keys() - files.keys() - {README, RECORD}
     # What the head is made of; the tokenizer and the like lie beside it.

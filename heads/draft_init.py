@@ -42,7 +42,10 @@ def build(content: dict[str, Any]) -> nn.Module:
     try:
         config = AutoConfig.for_model(**content)
         return AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention.NAME, dtype=torch.float32
+            config,
+            attn_implementation=attention.NAME,
+            dtype=torch.float32,
+            trust_remote_code=False,
         )
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -15,15 +15,16 @@ from pydantic import Field, ValidationError
 from spectrain.core import on_disk
 from spectrain.core.config import Config
 from spectrain.core.errors import SpectrainError
-from spectrain.core.files import require_writable, sha256_file
+from spectrain.core.files import atomic_folder, require_writable, write_json
 from spectrain.core.provenance import provenance
 from spectrain.core.target import Target
 from spectrain.export import record
-from spectrain.export.formats import reader_of
+from spectrain.export.formats import reader_of, writer
 from spectrain.export.found import Found
 from spectrain.export.layout import load
+from spectrain.export.proof import read_back
 from spectrain.heads.base import DraftHead
-from spectrain.heads.io import expected, save_head
+from spectrain.heads.io import expected, write_head
 from spectrain.recipes.train_config import REPORT
 from spectrain.recipes.train_report import HEAD
 from spectrain.trainer.checkpoint import FOLDER
@@ -58,12 +59,15 @@ def run(config: ImportConfig) -> dict[str, Any]:
     steps = config.draft_steps or (None if reader.tells_steps else record.steps(found))
     head = _with_steps(load(reader, found, target, findings), steps, target)
     files = [
-        {"name": file.name, "bytes": file.stat().st_size, "sha256": sha256_file(file)}
+        {"name": file.name, "bytes": file.stat().st_size, "sha256": found.sha256(file)}
         for file in found.files
     ]
     source = {"path": str(found.path.resolve()), "layout": reader.name, "files": files}
     about = provenance(config.model_dump(mode="json"), source=source)
-    save_head(head, folder, {"provenance.json": about})
+    with atomic_folder(folder) as temporary:
+        write_head(head, temporary)
+        checks = read_back(writer("spectrain", head.family), head, target, temporary, None)
+        write_json(temporary / "provenance.json", about)
     return {
         "head": str(folder),
         "source": config.path,
@@ -78,6 +82,7 @@ def run(config: ImportConfig) -> dict[str, Any]:
         "target": config.target,
         "fingerprint": target.fingerprint,
         "findings": [asdict(finding) for finding in findings],
+        "checks": checks,
     }
 
 
@@ -96,6 +101,7 @@ def render(report: dict[str, Any]) -> str:
         if one["verdict"] != "ok":
             fix = f"; {one['fix']}" if one["fix"] else ""
             lines.append(f"{one['verdict']}: {one['check']}: {one['text']}{fix}")
+    lines += [f"checked: {one}" for one in report["checks"]]
     on = {"target": report["target"]}
     examined = ["spectrain", "doctor", report["head"], "--target", report["target"]]
     lines += [

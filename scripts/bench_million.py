@@ -67,7 +67,7 @@ def tiny_target(folder: Path) -> Path:
 
     from spectrain.core.models import resolve
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve("smollm2-135m"))
+    tokenizer = AutoTokenizer.from_pretrained(resolve("smollm2-135m"), trust_remote_code=False)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,

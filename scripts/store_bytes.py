@@ -46,7 +46,8 @@ def hidden_size(target: str) -> int:
 
     source = models.resolve(target)
     with models.load_errors(target):
-        return AutoConfig.from_pretrained(source).get_text_config(decoder=True).hidden_size
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return config.get_text_config(decoder=True).hidden_size
 
 
 def of_shapes(hidden: int, layers: int, supervised: float) -> str:

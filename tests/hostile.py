@@ -176,6 +176,26 @@ def plain_model(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def code_for(kind: str) -> Callable[[Path], None]:
+    """A model's folder whose tokenizer, or configuration and model, is said to be code beside it,
+    which makes a file when it is imported."""
+
+    def change(folder: Path) -> None:
+        name, own = {
+            "tokenizer": ("tokenizer_config.json", {"tokenizer_class": "Harm"}),
+            "model": ("config.json", {"model_type": "harm"}),
+        }[kind]
+        places = {"AutoTokenizer": ["harm.Harm", "harm.Harm"]} if kind == "tokenizer" else {
+            "AutoConfig": "harm.Harm", "AutoModelForCausalLM": "harm.Harm",
+        }  # fmt: skip
+        content = json.loads((folder / name).read_text()) | own | {"auto_map": places}
+        (folder / name).write_text(json.dumps(content))
+        touched = str(folder / TOUCHED)
+        (folder / "harm.py").write_text(f"import os\nos.mkdir({touched!r})\nclass Harm: pass\n")
+
+    return change
+
+
 def to(value: object) -> Callable[[Path, dict[str, str]], None]:
     return lambda folder, places: places.update({min(places): value})
 
@@ -235,6 +255,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard without it": (shards(lambda f, p: p.update(ghost="m0.safetensors")), "not hold 'ghost'"),
     "in another shard": (shards(to("m1.safetensors")), "m1.safetensors does not hold"),
     "in two shards": (shards(also_in_the_other), "is in m0.safetensors, too"),
+    "a file beside them": (
+        shards(lambda f, p: shutil.copy(f / "m0.safetensors", f / WEIGHTS)),
+        f"{WEIGHTS} and {INDEX}, which does not name it",
+    ),
     "shard above": (shards(to("../m0.safetensors")), "is not the name of a safetensors file"),
     "absolute shard": (shards(to("/etc/passwd")), "is not the name of a safetensors file"),
     "backslash": (shards(to("..\\m0.safetensors")), "is not the name of a safetensors file"),

@@ -1,6 +1,7 @@
-"""Imports run one way, from cli down to core (the layers are drawn in docs/ARCHITECTURE.md).
+"""Imports run one way, from cli down to core (the layers are drawn in docs/ARCHITECTURE.md), and
+no checkpoint's code is run.
 
-Read from the source with `ast`, so that an import inside a function counts as well.
+Read from the source with `ast`, so that what stands inside a function counts as well.
 """
 
 from __future__ import annotations
@@ -44,6 +45,17 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 def room_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_library_is_told_whether_code_may_run(path):
+    """Where `trust_remote_code` is left out, transformers asks, and runs it after a yes."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        made = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if made and node.func.attr in ("from_pretrained", "from_config"):
+            name = ast.unparse(node.func.value)
+            told = any(keyword.arg == "trust_remote_code" for keyword in node.keywords)
+            assert told or not name.startswith("Auto"), f"{path.name}:{node.lineno}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -131,7 +131,7 @@ def _outline(source: Target | None) -> tuple[nn.Module, dict[str, Tensor] | None
     (config, generation, dtype, kinds), rest = tell(facts)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention.NAME, dtype=dtype
+            config, attn_implementation=attention.NAME, dtype=dtype, trust_remote_code=False
         )
     model.generation_config = generation
     made = {name: (value.shape, value.dtype) for name, value in _tensors(model).items()}

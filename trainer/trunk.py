@@ -47,7 +47,9 @@ LOGITS_DISTIL, LOGITS_TEXT = 40, 20
 def from_scratch(target: Target) -> Target:
     """A new model of the target's shape with random weights, and the target's tokenizer."""
     config = target.model.config
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention.NAME, trust_remote_code=False
+    )
     model.generation_config = target.model.generation_config
     return Target(model.float().to(target.device), target.tokenizer, f"{target.name} from scratch")
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spectrain.core import pickled
-from spectrain.core.checkpoint import Checkpoint
+from spectrain.core.checkpoint import Checkpoint, read_by_the_library, require_one
 from spectrain.core.errors import SpectrainError
 from spectrain.core.pickled import load_pickled
 from spectrain.core.tensor_files import TYPES, header, overwrite, read
@@ -192,3 +192,21 @@ def outcome(read, path):
         lines = str(error).splitlines()
     assert len(lines) == 1
     return None
+
+
+def test_a_pickle_beside_safetensors_is_read_by_nobody(tmp_path):
+    safe, index = "model.safetensors", "model.safetensors.index.json"
+    pickled = "pytorch_model.bin", "pytorch_model.bin.index.json"
+    for name in pickled:
+        (tmp_path / name).write_text("nonsense")
+    (tmp_path / index).write_text('{"weight_map": {"a": "m0.safetensors"}}')
+    require_one(tmp_path)
+    assert read_by_the_library(tmp_path) == {"m0.safetensors"}
+    (tmp_path / index).rename(tmp_path / safe)
+    require_one(tmp_path)
+    assert read_by_the_library(tmp_path) == {safe}
+    (tmp_path / safe).unlink()
+    assert read_by_the_library(tmp_path) == {pickled[0]}
+    (tmp_path / pickled[1]).write_text('{"weight_map": {"a": "m0.bin"}}')
+    with pytest.raises(SpectrainError, match="does not name it"):
+        require_one(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 
@@ -11,9 +12,13 @@ import torch
 from draft_models import folder_of
 from exporting import round_trip
 from head_kinds import KINDS, create
+from safetensors.torch import load_file, save_file
 from tiny_models import make_batch, random_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from spectrain.core import on_disk
+from spectrain.core.errors import SpectrainError
+from spectrain.core.target import Target
 from spectrain.export.formats import READERS, _made, reader_of, writer
 from spectrain.export.found import Found
 from spectrain.export.layout import Reference, load
@@ -34,6 +39,11 @@ def folder(tiny, tmp_path):
 def told(folder, target, verdict="fail"):
     found = Found.open(folder)
     return [one.text for one in reader_of(found).findings(found, target) if one.verdict == verdict]
+
+
+def imported(folder, target):
+    found = Found.open(folder)
+    return load(reader_of(found), found, target)
 
 
 def edit(folder, **changes):
@@ -118,22 +128,110 @@ def test_files(tiny, folder):
 
 def test_load_head_takes_the_folder_too(tiny, folder):
     """What `--head` loads by itself and what is imported are the same draft."""
-    found = Found.open(folder)
-    imported = load(reader_of(found), found, tiny)
     loaded = load_head(folder)
     loaded.check_target(tiny, str(folder))
-    assert differences(imported, loaded.bind(tiny.readout), tiny) == []
+    assert differences(imported(folder, tiny), loaded.bind(tiny.readout), tiny) == []
 
 
 def test_public_files_hold_more_or_less(tiny, folder):
     """The tied output layer a second time, and names without the model's prefix."""
-    found = Found.open(folder)
-    twice = {**found.shapes, "lm_head.weight": (392, 48)}
-    bare = {name.removeprefix("model."): shape for name, shape in found.shapes.items()}
-    for shapes in (twice, bare):
-        other = Found(found.path, found.config, shapes, {}, found.read)
-        failed = [f for f in reader_of(other).findings(other, tiny) if f.verdict == "fail"]
-        assert failed == []
+    sound = load_file(folder / "model.safetensors")
+    table = sound["model.embed_tokens.weight"]
+    twice = {**sound, "lm_head.weight": table.clone()}
+    rounded = {**twice, "lm_head.weight": table.double().half().float()}
+    bare = {name.removeprefix("model."): value for name, value in twice.items()}
+    half = {name: value.half() for name, value in sound.items()}
+    for tensors in (twice, bare, half, {**half, "lm_head.weight": table.half().float()}):
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        assert told(folder, tiny) == []
+    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
+    assert len(told(folder, tiny)) == 1
+
+
+def test_a_tied_draft_with_another_output_layer(tiny, folder):
+    """The library computes with both, an engine with the embedding alone."""
+    sound = load_file(folder / "model.safetensors")
+    for names in (lambda name: name, lambda name: name.removeprefix("model.")):
+        tensors = {names(name): value for name, value in sound.items()}
+        table = tensors[names("model.embed_tokens.weight")]
+        for other, words in (
+            (table * 2, "lm_head.weight is .*embed_tokens.weight, they differ"),
+            (torch.ones(7, 5), r"lm_head.weight has shape \(7, 5\), expected \(392, 48\)"),
+            (table.long(), "lm_head.weight is stored as I64"),
+        ):
+            both = tensors | {"lm_head.weight": other}
+            save_file(both, folder / "model.safetensors", metadata={"format": "pt"})
+            (text,) = told(folder, tiny)
+            assert re.search(words, text)
+
+
+def beside_an_adapter(folder):
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    save_file({"a": torch.ones(2)}, folder / "adapter_model.safetensors")
+
+
+def beside_its_shards(folder):
+    """Weights in two files with an index, and other ones in the file that the library takes."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    places = {}
+    for number in range(2):
+        file, mine = f"m{number}.safetensors", names[number::2]
+        save_file({name: tensors[name] for name in mine}, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(mine, file)
+    save_file({name: value * 0.5 for name, value in tensors.items()}, folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def partly_in_another(folder):
+    """An index names the file that the library reads without looking for one, and another."""
+    tensors = load_file(folder / "model.safetensors")
+    name = min(tensors)
+    save_file({name: tensors.pop(name)}, folder / "more.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    places = dict.fromkeys(tensors, "model.safetensors") | {name: "more.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def by_another_name(folder):
+    shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
+    edit(folder, transformers_weights="other.safetensors")
+
+
+BOTH = "model.safetensors and model.safetensors.index.json, which does not name it"
+OTHER_WEIGHTS = {
+    "adapter": (beside_an_adapter, r"adapter_config\.json.*merge_and_unload", None),
+    "shards": (beside_its_shards, BOTH, None),
+    "partly": (partly_in_another, "transformers would read model.safetensors", "there is no "),
+    "by name": (by_another_name, "transformers_weights in config.json", None),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_WEIGHTS)
+def test_what_is_found_is_what_is_loaded(tiny, folder, name):
+    """The library would take other weights than those that are checked: as a draft, imported or
+    as it is, and as a target."""
+    change, words, elsewhere = OTHER_WEIGHTS[name]
+    change(folder)
+    with pytest.raises(SpectrainError, match=words):
+        imported(folder, tiny)
+    for other in (load_head, Target.load) + ((on_disk.load,) if elsewhere is None else ()):
+        with pytest.raises(SpectrainError, match=elsewhere or words) as caught:
+            other(str(folder))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_file_beside_the_one_that_is_loaded(tiny, folder):
+    """Its tensors would be checked, and others loaded."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: value * 2 for name, value in tensors.items()}, folder / "other.safetensors")
+    (text,) = told(folder / "other.safetensors", tiny)
+    assert text == (
+        "the weights are in other.safetensors, transformers would read model.safetensors"
+    )
+    assert told(folder / "model.safetensors", tiny) == []
+    (folder / "model.safetensors").rename(folder / "x.safetensors")
+    assert "would read no file" in told(folder / "other.safetensors", tiny)[0]
 
 
 def test_faults(tiny, folder, tmp_path):

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from head_kinds import KINDS, create
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from spectrain import cli
 from spectrain.commands import train as train_commands
+from spectrain.core import files
 from spectrain.core.checkpoint import SINGLE
 from spectrain.export import formats, found, own
 from spectrain.export.parity import differences
 from spectrain.heads.io import load_head, save_head
 from spectrain.heads.registry import FAMILIES
+from spectrain.recipes import import_head
 from spectrain.recipes.import_head import TRAINED_BY, ImportConfig, render, run
 
 
@@ -58,9 +61,11 @@ def public(tiny, tmp_path, monkeypatch):
         return folder
 
     monkeypatch.setitem(formats.READERS, "public", f"{__name__}:PublicReader")
-    monkeypatch.setattr(formats, "_made", lambda place: {
-        "spectrain": own.OwnReader, "public": PublicReader,
-    }["public" if place.endswith("PublicReader") else "spectrain"]())  # fmt: skip
+    readers = {"spectrain": own.OwnReader, "public": PublicReader}
+    monkeypatch.setattr(formats, "_made", lambda place: (
+        own.OwnWriter if place.endswith("Writer")
+        else readers["public" if place.endswith("PublicReader") else "spectrain"]
+    )())  # fmt: skip
     return make
 
 
@@ -167,6 +172,51 @@ def test_a_head_is_replaced_only_when_asked(tiny, tiny_path, tmp_path):
     assert differences(other, load_head(tmp_path / "run").bind(tiny.readout), tiny) == []
     (tmp_path / "run" / "report.json").write_text("{}")
     assert "training run" in call("import", tmp_path / "one", *flags, "--overwrite", code=2).stderr
+
+
+def test_what_was_written_is_read_back_first(tiny, tiny_path, tmp_path, monkeypatch):
+    """A head that is not the one that was read takes no place, not even that of an older one."""
+    one, other = (create(tiny, "medusa", seed=seed, steps=2) for seed in (0, 1))
+    save_head(one, tmp_path / "one")
+    flags = ["--target", tiny_path, "--out", tmp_path / "run"]
+    assert "checked: read back from the disk" in call("import", tmp_path / "one", *flags).stdout
+    save_head(other, tmp_path / "other")
+    real = import_head.write_head
+
+    def write(head, folder):
+        real(head, folder)
+        tensors = load_file(folder / SINGLE)
+        next(v for v in tensors.values() if v.is_floating_point()).flatten()[-1] += 1
+        save_file(tensors, folder / SINGLE)
+
+    monkeypatch.setattr(import_head, "write_head", write)
+    failed = call("import", tmp_path / "other", *flags, "--overwrite", code=1)
+    assert "is not the head" in failed.stderr
+    assert "nothing was written" in failed.stderr
+    assert failed.stderr.count("\n") == 1
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["head"]
+    assert differences(one, load_head(tmp_path / "run").bind(tiny.readout), tiny) == []
+
+
+def test_every_file_is_read_for_its_checksum_once(tiny, tiny_path, tmp_path, monkeypatch):
+    """Of an export: against its record, and for the provenance. One of MTP layers holds the
+    target's files, too."""
+    save_head(create(tiny, "mtp-sequential", steps=1, pass_on="after_norm"), tmp_path / "run")
+    folder, seen = tmp_path / "exported", Counter()
+    call("export", tmp_path / "run", "--format", "mtp-transformers", "--out", folder)
+    real = found.sha256_file
+
+    def counted(path):
+        seen[path.name] += 1
+        return real(path)
+
+    for module in (found, files):
+        monkeypatch.setattr(module, "sha256_file", counted)
+    call("import", folder, "--target", tiny_path, "--out", tmp_path / "again")
+    weights = {path.name for path in folder.iterdir() if path.suffix == ".safetensors"}
+    assert len(weights) == 2
+    assert weights < set(seen)
+    assert set(seen.values()) == {1}
 
 
 def test_every_way_to_name_a_head(tiny, tiny_path, tmp_path):

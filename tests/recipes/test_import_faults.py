@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,12 @@ from typer.testing import CliRunner
 from spectrain import cli
 from spectrain.core import models
 from spectrain.core.errors import SpectrainError
+from spectrain.export.formats import writer
 from spectrain.export.found import Found
+from spectrain.export.layout import Reference
+from spectrain.export.write import write
 from spectrain.heads.io import load_head, save_head
+from spectrain.recipes.prepare import SHIPPED_PROMPTS
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -52,10 +57,63 @@ def test_one_line_and_nothing_is_left_behind(folder, tiny_path, tmp_path, name):
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
+@pytest.fixture
+def draft(tiny, tmp_path):
+    """A sound draft in transformers' own layout."""
+    path = tmp_path / "draft"
+    path.mkdir()
+    write(writer("hf", "draft").encode(create(tiny, "draft"), Reference(tiny, "t")), path)
+    return path
+
+
+def answered_yes(verb, *arguments, code=2):
+    """What the command says to somebody at the terminal who says yes to all that is asked."""
+    done = CliRunner().invoke(cli.app, [verb, *map(str, arguments)], input="y\n" * 9)
+    assert done.exit_code == code, (done.output, done.exception)
+    if code == 2:
+        assert done.stdout == ""
+        assert done.stderr.count("\n") == 1
+    assert "[y/N]" not in done.output
+    return " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "model"])
+@pytest.mark.parametrize("verb", ["import", "doctor", "generate"])
+def test_code_beside_a_draft_is_not_run(draft, tiny_path, tmp_path, verb, kind):
+    hostile.code_for(kind)(draft)
+    more = {
+        "import": [draft, "--out", tmp_path / "out"],
+        "doctor": [draft, "--limit", 1],
+        "generate": ["--head", draft, "--prompt", "x"],
+    }
+    code = 1 if verb == "doctor" else 2  # which prints what it found, and then fails
+    line = answered_yes(verb, "--target", tiny_path, *more[verb], code=code)
+    assert not (draft / hostile.TOUCHED).exists()
+    # Of a kind of model that the library does not have none is made, with or without the code.
+    assert kind == "model" or "asks for code of its own to be run, which is not done" in line
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "model"])
+@pytest.mark.parametrize("verb", ["import", "doctor", "generate", "inspect"])
+def test_code_beside_a_target_is_not_run(folder, tiny_path, tmp_path, verb, kind):
+    target = shutil.copytree(tiny_path, tmp_path / "target")
+    hostile.code_for(kind)(target)
+    more = {
+        "import": [folder, "--out", tmp_path / "out"],
+        "doctor": [folder],
+        "generate": ["--head", folder, "--prompt", "x"],
+        "inspect": ["--prompts", SHIPPED_PROMPTS],
+    }
+    line = answered_yes(verb, "--target", target, *more[verb])
+    assert not (target / hostile.TOUCHED).exists()
+    assert "asks for code of its own to be run, which is not done" in line
+    assert "transformers has itself" in line
+
+
 OWN = [
     name
     for name, (change, _) in hostile.FAULTS.items()
-    if name not in ("a model, no draft", "adapter", "two files, no index")
+    if name not in ("a model, no draft", "adapter", "two files, no index", "a file beside them")
 ]
 
 
