@@ -110,7 +110,7 @@ def test_rotary_base(examine, spoilt, target):
         config["rope_parameters"]["rope_theta"] = 3.0
 
     report = examine(spoilt("eagle1", config=slower))
-    assert "other angles than the target's" in told(report, "warn")["rope"]
+    assert "not the rotary positions of the target" in told(report, "warn")["rope"]
     (row,) = [one for one in report["tried"] if one["name"] == "rotary positions of the target"]
     assert '"rope_theta": 10000.0' in row["fix"]
 
