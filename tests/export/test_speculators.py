@@ -16,6 +16,7 @@ from tiny_models import gemma, save_tiny
 
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
+from spectrain.export import rope
 from spectrain.export.formats import reader_of, writer
 from spectrain.export.found import Found
 from spectrain.export.layout import Reference, load
@@ -218,6 +219,15 @@ def test_a_layer_that_is_none_of_ours(tiny, found, changes, words):
     texts = told(with_layer(found, **changes), tiny)
     assert texts
     assert words in texts[0]
+
+
+def test_no_memory_for_a_head_size_that_is_only_claimed(tiny, found, monkeypatch):
+    """Positions of that size are made once the tensors are known to have it."""
+    monkeypatch.setattr(rope, "effective", lambda *_: pytest.fail("must not be made"))
+    texts = told(with_layer(found, head_dim=2**30), tiny)
+    assert any(
+        "q_proj.weight has shape (64, 96), expected (4294967296, 96)" in one for one in texts
+    )
 
 
 @pytest.mark.parametrize(
