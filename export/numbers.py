@@ -14,6 +14,8 @@ from typing import Any
 from spectrain.export.layout import Finding
 
 _LARGEST = 2**31 - 1  # of any size: their products still fit into 64 bits
+# Angles are worked out of a head's size before any shape is compared: 2³¹ would take 20 GB.
+_LARGEST_HEAD = 2**16
 _SIZES = {
     "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
@@ -71,7 +73,8 @@ def _checked(key: str, value: Any) -> Iterator[Finding]:
 def _wanted(key: str, value: Any) -> str:
     """What the value should be and is not; "" where it is right."""
     if key in _SIZES:
-        return "" if is_size(value) else "a size"
+        largest = _LARGEST_HEAD if key == "head_dim" else _LARGEST
+        return "" if is_size(value) and value <= largest else "a size"
     if key in _EPSILONS:
         return "" if is_epsilon(value) else "a number like 1e-6"
     if type(value) is float and not math.isfinite(value):

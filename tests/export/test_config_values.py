@@ -20,6 +20,7 @@ from tiny_models import save_tiny
 
 from spectrain.core.errors import SpectrainError
 from spectrain.core.target import Target
+from spectrain.export import numbers
 from spectrain.export.formats import READERS, reader_of, writer
 from spectrain.export.found import Found
 from spectrain.export.layout import Finding, Reference, load
@@ -214,3 +215,10 @@ def test_numbers_that_none_can_be(sound, name, key):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_family_that_is_no_name(sound, name, family):
     failures(sound(name).with_value(("family",), family), sound(name).target)
+
+
+def test_a_head_size_that_would_take_the_memory():
+    """Angles are worked out before shapes are compared."""
+    assert list(numbers.findings({"head_dim": 2**16})) == []
+    (one,) = numbers.findings({"head_dim": 2**16 + 2})
+    assert (one.verdict, one.text) == ("fail", "head_dim is 65538, not a size")
