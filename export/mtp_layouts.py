@@ -163,9 +163,10 @@ def _config(config: Any, builder: LayerBuilder, target: Target) -> Iterator[Find
     """Whether the config makes the target's layers: engines build theirs from it, we from the
     target's own."""
     values = {key: value for key, value in config.items() if key != "model_type"}
-    own, turns = None, None
+    said, turns = values, None
     try:
         own = AutoConfig.for_model(config["model_type"], **values).get_text_config(decoder=True)
+        said = json.loads(own.to_json_string(use_diff=False))
         theirs = LayerBuilder(LayerKind.of(own)).rotary()
         like, positions = torch.zeros(1), torch.arange(0, 4096, 97)[None]
         turns = all(
@@ -182,7 +183,6 @@ def _config(config: Any, builder: LayerBuilder, target: Target) -> Iterator[Find
         yield Finding("rope", "fail", text, "take the target's rope_parameters or rope_theta")
     elif turns:
         yield Finding("rope", "ok", "positions turn as the target's do")
-    said = values if own is None else json.loads(own.to_json_string(use_diff=False))
     yield from _keys(said, LayerKind.of(target.config).config)
 
 

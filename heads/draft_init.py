@@ -25,7 +25,12 @@ def load(name: str, where: str) -> Target:
     where: what messages call the place that named it.
     """
     with _told_at(where):
-        return Target.load(name, dtype="float32", device="cpu", pack_weights=False)
+        try:
+            return Target.load(name, dtype="float32", device="cpu", pack_weights=False)
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+            # what the library makes of a config of which it could build the model
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+            raise SpectrainError(f"the library cannot run it ({reason})") from error
 
 
 def description(model: nn.Module) -> dict[str, Any]:

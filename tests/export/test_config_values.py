@@ -23,7 +23,7 @@ from spectrain.core.target import Target
 from spectrain.export import numbers
 from spectrain.export.formats import READERS, reader_of, writer
 from spectrain.export.found import Found
-from spectrain.export.layout import Finding, Reference, load
+from spectrain.export.layout import Finding, Reference, fit, load
 from spectrain.export.write import write
 
 NAN, HUGE = float("nan"), 10**30
@@ -125,7 +125,8 @@ def failures(found: Found, target: Target) -> list[str]:
     told = list(reader.findings(found, target))
     assert all(isinstance(one, Finding) for one in told)
     assert all(one.fix and "\n" not in one.text for one in told if one.verdict == "fail")
-    list(reader.suspects(found, target))
+    if fit(told):  # as the doctor asks for them
+        list(reader.suspects(found, target))
     failed = [one.text for one in told if one.verdict == "fail"]
     try:
         head = load(reader, found, target, told)
@@ -209,6 +210,20 @@ def test_numbers_that_none_can_be(sound, name, key):
         if not failures(made.with_value(path, value), made.target)
     ]
     assert passed == []
+
+
+def test_a_model_that_can_be_built_and_not_run(sound):
+    """The library asks for this key when the model runs first."""
+    made = sound("hf")
+    (text,) = failures(made.with_value(("output_hidden_states",), 0.5), made.target)
+    assert "the library cannot run it (TypeError" in text
+
+
+@pytest.mark.parametrize("name", MTP)
+def test_a_type_that_the_library_cannot_write(sound, name):
+    """It takes the config and stops when it is asked for it."""
+    made = sound(name)
+    assert failures(made.with_value(("dtype",), [True]), made.target) == []
 
 
 @pytest.mark.parametrize("family", [[], {}, 3, None, NAN])
