@@ -148,7 +148,7 @@ def put(name, make):
     (None, {"hidden_size": "48"}, "hidden_size is '48'"),
     (None, {"hidden_size": None}, "hidden_size is missing"),
     (None, {"hidden_size": -1}, "hidden_size is -1"),
-    (None, {"head_dim": 2**20}, "expected"),
+    (None, {"head_dim": 2**15}, "expected"),
     (None, {"head_dim": 2**40}, "not a size"),
     (None, {"num_key_value_heads": 3}, "no multiple"),
     (None, {"vocab_size": 7}, "the target are (48, 392)"),
